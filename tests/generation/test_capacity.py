@@ -56,53 +56,50 @@ def test_free_memory_is_what_the_driver_has_after_torch_returned_what_it_holds(
     assert capacity.free_bytes(torch.device("cuda", 0)) == 70
 
 
+LAYOUT = CacheLayout(windows=(None, 100), pages=(1, 3), places_per_page=2, width=1)
+
+
 @given(
     budget=st.floats(0, 1e6),
-    page=st.integers(1, 1000),
-    longest=st.integers(2, 2000),
-    prompt=st.floats(0, 1),
-    wanted=st.integers(1, 300),
-    prefill=st.floats(0, 1e6),
-    row=st.floats(0, 1e3),
-    table=st.floats(0, 1e3),
-    cuda_graphs=st.booleans(),
-    state=st.sampled_from([0, 3, 500]),
+    sequences=st.builds(
+        lambda page, longest, prompt, wanted, state: Sequences(
+            LAYOUT, page, longest, 1 + int(prompt * (longest - 2)), wanted, 64, state
+        ),
+        page=st.integers(1, 1000),
+        longest=st.integers(2, 2000),
+        prompt=st.floats(0, 1),
+        wanted=st.integers(1, 300),
+        state=st.sampled_from([0, 3, 500]),
+    ),
+    working=st.builds(
+        WorkingMemory,
+        prefill=st.floats(0, 1e6),
+        row=st.floats(0, 1e3),
+        table=st.floats(0, 1e3),
+        cuda_graphs=st.booleans(),
+        reserve=st.just(5e4),
+    ),
 )
 def test_rows_pages_and_all_that_runs_beside_them_fit(
-    budget: float,
-    page: int,
-    longest: int,
-    prompt: float,
-    wanted: int,
-    prefill: float,
-    row: float,
-    table: float,
-    cuda_graphs: bool,
-    state: int,
+    budget: float, sequences: Sequences, working: WorkingMemory
 ) -> None:
-    layout = CacheLayout(windows=(None, 100), pages=(1, 3), places_per_page=2, width=1)
-    sequences = Sequences(layout, page, longest, 1 + int(prompt * (longest - 2)), wanted, 64, state)
-    working = WorkingMemory(prefill, row, table, cuda_graphs, reserve=5e4)
+    prefill, row, table = working.prefill, working.row, working.table
 
     def taken(rows: int, pages: int) -> float:
         temporary = max(prefill, rows * row)
-        if cuda_graphs:  # the pool of decoding steps, and the tables once more while one is captured
+        if working.cuda_graphs:  # the pool of decoding steps, and the tables once more while one is captured
             temporary = rows * row + max(prefill, rows * (row + table)) + 5e4
-        return (
-            pages * page
-            + rows * table
-            + temporary
-            + (rows + 1 + saved_states(budget, sequences, working, rows)) * state
-        )
+        states = (rows + 1 + saved_states(budget, sequences, working, rows)) * sequences.state_bytes
+        return pages * sequences.page_bytes + rows * table + temporary + states
 
     rows, pages = rows_and_pages(budget, sequences, working)
-    assert 1 <= rows <= wanted
+    assert 1 <= rows <= sequences.rows
     if not pages:
         assert taken(1, sequences.longest_pages) > budget * (1 - 1e-9), "not even one would fit"
         assert saved_states(budget, sequences, working, 1) == 0, "saved states take nothing from it"
         return
     assert pages >= sequences.longest_pages and taken(rows, pages) <= budget * (1 + 1e-9)
-    if rows < wanted:
+    if rows < sequences.rows:
         assert taken(rows + 1, sequences.least_pages(rows + 1)) > budget * (1 - 1e-9), "one more would not fit"
     assert pages == sequences.pages(rows) or taken(rows, pages + 1) > budget * (1 - 1e-9)
 
@@ -121,17 +118,14 @@ def test_the_cache_takes_what_memory_leaves_beside_a_prefill(monkeypatch: pytest
         engine_of(stop=STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED)
 
 
-def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(
+    monkeypatch: pytest.MonkeyPatch, read: list[int]
+) -> None:
     """With an answer of our own in the place of the allocator's."""
     generation = engine_of(stop=STOP_TOKEN_IDS)
     decoder = generation.backend.decoder
     assert decoder is not None
     requests = generation.maker.requests(PROMPTS, SAMPLED)
-    read: list[int] = []
-    hidden = decoder.hidden
-    monkeypatch.setattr(
-        decoder, "hidden", lambda tokens, *rest, **more: read.append(len(tokens)) or hidden(tokens, *rest, **more)
-    )
     monkeypatch.setattr(capacity, "peak_bytes", lambda device, run: (run(), 5000 + 1000 * read[-1])[1])
     found, tokens = capacity.measured_memory(decoder, requests, rows=5, prefill_tokens=100, cuda_graphs=True)
     longest = max(map(len, PROMPTS))

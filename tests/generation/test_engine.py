@@ -22,7 +22,7 @@ from tests.support.families import variant
 from tests.support.generation import SHORT_GREEDY, SHORT_PROMPTS, SHORT_SAMPLED, SYSTEM_PROMPT, engine_of, token_ids_of
 from tests.support.model_types import tiny_of_type
 from tests.support.models import HEAD_FAMILIES, build_model
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model
 
 
 @pytest.mark.parametrize("family", HEAD_FAMILIES)
@@ -70,25 +70,6 @@ def test_samples_of_a_recurrent_model_end_apart(family: str, backend: BackendNam
     prompts = [[token % 100 for token in prompt] for prompt in SHORT_PROMPTS]
     for prompt, length, samples in zip(prompts, lengths, engine.generate(prompts, each), strict=True):
         assert [sample.token_ids for sample in samples] == [hugging_face_greedy(model, prompt, length)] * 2
-
-
-def test_the_module_ends_where_a_table_of_positions_does() -> None:
-    engine = engine_of(build_model("gpt2"), backend="module")
-    (completion,) = engine.generate([SHORT_PROMPTS[0]], replace(SHORT_GREEDY, max_new_tokens=100))[0]
-    assert len(SHORT_PROMPTS[0]) + len(completion.token_ids) == 64 and completion.finish_reason == "length"
-
-
-def test_a_stop_string_before_the_shortest_length_ends_nothing() -> None:
-    tokenizer = tiny_tokenizer()
-    engine = engine_of(tokenizer=tokenizer)
-    (free,) = engine.generate([SHORT_PROMPTS[0]], SHORT_GREEDY)[0]
-    text = [tokenizer.decode([token]) for token in free.token_ids]
-    early = next(n for n in range(1, 9) if text.count(text[n]) == 1)
-    held = replace(SHORT_GREEDY, stop=(text[early],))
-    assert engine.generate([SHORT_PROMPTS[0]], held)[0][0].token_ids == free.token_ids[: early + 1]
-    assert (
-        engine.generate([SHORT_PROMPTS[0]], replace(held, min_new_tokens=early + 2))[0][0].token_ids == free.token_ids
-    )
 
 
 def test_a_completion_does_not_depend_on_its_batch() -> None:
@@ -151,13 +132,6 @@ def test_the_module_reads_the_prompt_of_n_samples_once_and_rows_that_have_ended_
     assert shapes[:2] == [(1, 5), (8, 1)]
     assert len(shapes) < 60, "stops once all have"
     assert shapes[-1] < shapes[1], "rows leave the batch"
-
-
-def test_a_stream_is_the_completion() -> None:
-    engine = engine_of(stop=range(3, 30))
-    request = per_request(replace(SHORT_SAMPLED, n=1), 1)[0]
-    (completion,) = engine.generate([SHORT_PROMPTS[2]], [request])[0]
-    assert list(engine.stream(SHORT_PROMPTS[2], replace(SHORT_SAMPLED, n=1))) == completion.token_ids
 
 
 def test_bad_requests_are_refused() -> None:

@@ -17,6 +17,7 @@ from hybrid_rlhf.generation.model import experts as experts_module
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
+from tests.support.marks import faults
 from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled, count_launches
 
 pytest.importorskip("triton")
@@ -118,7 +119,7 @@ def compare(experts: RoutedExperts, x: Tensor, activation: Activation) -> None:
     assert torch.equal(*routes) and routes[0].dtype == routes[1].dtype
 
 
-@pytest.mark.parametrize("tokens", [1, 5, pytest.param(70, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("tokens", [1, 5, faults(70)])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_experts_compute_as_torch_does(name: str, tokens: int, on_the_device: None) -> None:
     """Few tokens have a program for each choice, others one for each expert."""
@@ -216,7 +217,7 @@ MIXTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ("target", "names"),
     [
         (90, ["Qwen3-30B-A3B", "gpt-oss 20B"]),
-        *(pytest.param(target, [*MIXTURES], marks=pytest.mark.faults) for target in (80, 86, 90, 100)),
+        *(faults(target, [*MIXTURES]) for target in (80, 86, 90, 100)),
     ],
 )
 def test_kernels_of_mixtures_compile_for_a_gpu_and_fit_into_shared_memory(target: int, names: list[str]) -> None:

@@ -27,6 +27,7 @@ from hybrid_rlhf.runtime.world import solo_world
 from tests.generation.references import hugging_face_greedy
 from tests.support.families import COMMON, GQA, MAMBA, VARIANTS, variant
 from tests.support.generation import engine_of
+from tests.support.marks import faults
 from tests.support.tiny import VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ BRANCHES = (
 
 @pytest.mark.parametrize(
     "name",
-    [*BRANCHES, *(pytest.param(name, marks=pytest.mark.faults) for name in VARIANTS if name not in BRANCHES)],
+    [*BRANCHES, *(faults(name) for name in VARIANTS if name not in BRANCHES)],
 )
 def test_torch_computes_what_the_compiled_kernels_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there is no compiler."""
@@ -227,18 +228,14 @@ def test_experts_in_grouped_products_compute_as_one_by_one(name: str) -> None:
     torch.testing.assert_close(found, module_logprobs(model, tokens), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("size", range(1, 9))
-def test_ranks_share_out_every_part_of_a_model_once(size: int) -> None:
-    architecture, _ = describe(variant("llama"))  # 4 heads, 2 KV heads, 48 inner units, 259 tokens
-    if size not in (1, 2, 4):
-        with pytest.raises(UserError, match=f"{size} ranks cannot"):
-            Split.of(architecture, 0, size)
-        return
-    splits = [Split.of(architecture, rank, size) for rank in range(size)]
-    for part, total in (("heads", 4), ("mlp", 48), ("vocabulary", 259)):
-        assert [unit for split in splits for unit in getattr(split, part)] == list(range(total))
-    for split in splits:
-        assert {head // 2 for head in split.heads} == set(split.kv_heads)
+@pytest.mark.parametrize("packed", [True, False])
+def test_clamped_gates_of_experts_compute_as_the_module(packed: bool) -> None:
+    """gpt-oss, whose experts have biases too; one by one, and in grouped products."""
+    model, tokens = variant("gpt_oss", swiglu_limit=0.5), probe_tokens(VOCABULARY)
+    with torch.backends.mkldnn.flags(enabled=packed):
+        found = probe_logprobs(decoder_from(model), tokens)
+    torch.testing.assert_close(found, module_logprobs(model, tokens), atol=1e-4, rtol=0)
+    assert (found - module_logprobs(variant("gpt_oss", swiglu_limit=100.0), tokens)).abs().max() > 0.1, "the clamp acts"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching import capacity, requests
 from hybrid_rlhf.generation.batching import rows as rows_module
 from hybrid_rlhf.generation.batching.grammar import Grammar, grammar_of, source_of
@@ -70,8 +70,8 @@ def test_completions_are_valid_and_log_probs_are_those_of_the_masked_distributio
 def test_rows_with_and_without_grammars_do_not_change_each_other(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where rows are preempted, wait, and move to other places."""
     free = SamplingParams(max_new_tokens=40, seed=9)
-    mixed = [replace(CONSTRAINED, n=1), free, replace(CONSTRAINED, n=1, seed=8), free, free, CONSTRAINED]
-    mixed = [replace(params, n=1, seed=place) for place, params in enumerate(mixed)]
+    kinds = [CONSTRAINED, free, CONSTRAINED, free, free, CONSTRAINED]
+    mixed = [replace(params, n=1, seed=place) for place, params in enumerate(kinds)]
     prompts = [PROMPTS[place % 3] for place in range(len(mixed))]
     alone = [engine_of(device=device).generate([p], [s])[0][0].token_ids for p, s in zip(prompts, mixed, strict=True)]
     for rows in (2, 6):
@@ -87,14 +87,8 @@ def test_rows_with_and_without_grammars_do_not_change_each_other(device: str, mo
 def test_a_begun_completion_goes_on_within_its_grammar() -> None:
     engine = engine_of()
     (whole,) = engine.generate(PROMPTS[:1], replace(CONSTRAINED, n=1))
-    begun = replace(
-        whole[0],
-        token_ids=whole[0].token_ids[:5],
-        logprobs=whole[0].logprobs[:5],
-        sampling_logprobs=whole[0].sampling_logprobs[:5],
-        weight_versions=whole[0].weight_versions[:5],
-        finish_reason=None,
-    )
+    part = whole[0]
+    begun = Completion(part.token_ids[:5], part.logprobs[:5], None, part.sampling_logprobs[:5])
     (again,) = engine.generate(PROMPTS[:1], replace(CONSTRAINED, n=1), begun=[[begun]])
     assert again[0].token_ids == whole[0].token_ids
 

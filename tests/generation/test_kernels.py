@@ -27,6 +27,7 @@ from hybrid_rlhf.runtime.world import default_device
 from tests.generation.references import exact_attention
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, engine_of, token_ids_of
+from tests.support.marks import faults
 from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled
 
 pytest.importorskip("triton")
@@ -50,9 +51,9 @@ def named(names: str, mark: pytest.MarkDecorator) -> list[Any]:
 @pytest.mark.parametrize(
     ("capacity", "starts", "lengths"),
     [
-        pytest.param(40, [], [], marks=pytest.mark.faults),
+        faults(40, [], []),
         (40, [0, 2], [3, 20]),
-        pytest.param(300, [0, 21], [17, 40], marks=pytest.mark.faults),
+        faults(300, [0, 21], [17, 40]),
     ],
 )
 def test_a_step_attends_and_writes_as_torch_does(
@@ -194,7 +195,7 @@ the plain form of prompts, while the absorbed one is in test_latent_kernels.py."
     [
         *((d, max(groups), torch.float32) for d, groups in SHAPES.items()),
         *((d, 3, HALF) for d in (64, 160)),
-        *(pytest.param(d, group, HALF, marks=pytest.mark.faults) for d, groups in SHAPES.items() for group in groups),
+        *(faults(d, group, HALF) for d, groups in SHAPES.items() for group in groups),
     ],
 )
 def test_rows_and_chunks_of_every_head_and_group_size(
@@ -228,19 +229,13 @@ def test_a_gate_is_activated_and_multiplied(activation: str, on_the_device: None
 @pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhere: None, on_the_device: None) -> None:
-    x, delta, norm, _ = rows_and_norms(name, dtype)
+    torch.manual_seed(0)
+    x, delta = torch.randn(2, 7, 50).to(dtype)
+    norm = Norm(torch.randn(50).to(dtype), None, describe(variant(name))[0])
     added, normed = norm.after_adding(x, delta)
     assert torch.equal(added, x + delta)
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(normed, plain(norm)(added), atol=tolerance, rtol=tolerance)
-
-
-def rows_and_norms(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Norm, Norm]:
-    """Two tensors of a few rows, and two norms of a family."""
-    architecture, _ = describe(variant(name))
-    torch.manual_seed(0)
-    x, delta = torch.randn(2, 7, 50).to(dtype)
-    return x, delta, *(Norm(torch.randn(50).to(dtype), None, architecture) for _ in range(2))
 
 
 def plain(norm: Norm) -> Norm:
@@ -308,13 +303,6 @@ def test_a_step_may_be_looked_at_late(rows: int, monkeypatch: pytest.MonkeyPatch
     assert sizes
 
 
-def test_sizes_of_batch_are_few_and_never_too_small() -> None:
-    for most in (1, 7, 100, 1000):
-        rungs = [workspace._graph_rows(rows, most) for rows in range(1, most + 1)]
-        assert all(rows <= rung <= most for rows, rung in enumerate(rungs, start=1))
-        assert rungs == sorted(rungs) and len(set(rungs)) <= 45
-
-
 _OFFSETS = """
 code = built(rows._rotate_and_write_kernel, dict(HEADS=64, D=128, D_PAD=128, WIDTH=128)).asm["ttir"]
 steps = [line for line in code.splitlines() if "tt.addptr %queries" in line or "tt.addptr %qkv" in line]
@@ -380,7 +368,7 @@ def compile_all(target, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "sizes"),
-    [(90, [80, 256]), *(pytest.param(target, [*SHAPES], marks=pytest.mark.faults) for target in (80, 90, 100))],
+    [(90, [80, 256]), *(faults(target, [*SHAPES]) for target in (80, 90, 100))],
 )
 def test_the_kernels_compile_for_a_gpu(target: int, sizes: list[int]) -> None:
     """All the way to machine code, for compute capabilities times ten."""
@@ -391,9 +379,7 @@ LARGE = (64, 128, 256, 512)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "every"), [(90, False), *(pytest.param(x, True, marks=pytest.mark.faults) for x in (80, 90, 100))]
-)
+@pytest.mark.parametrize(("target", "every"), [(90, False), *(faults(x, True) for x in (80, 90, 100))])
 def test_attention_of_every_head_and_group_size_fits_into_shared_memory(target: int, every: bool) -> None:
     """Rows and chunks; rows alone have smaller tiles of queries. A part has the largest group of some head sizes, the
     tiles of which are largest."""

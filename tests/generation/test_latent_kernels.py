@@ -15,6 +15,7 @@ from torch.nn import functional
 from hybrid_rlhf.generation import ops
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.generation.ops.rows import rotated
+from tests.support.marks import faults
 from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled
 
 pytest.importorskip("triton")
@@ -39,62 +40,55 @@ def turned(x: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor:
     return x if table is None else rotated(x, *table)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+SIZES = [(3, 5, 6, 4, 12, 7), (16, 8, 8, 0, 32, 16), (40, 10, 64, 64, 128, 20)]
+"""Heads; plain and rotated dimensions; how many of them are rotated; dimensions of latents and of values."""
+
+
 @pytest.mark.parametrize(
-    ("heads", "plain", "rotated", "width", "latent", "values"),
-    [(3, 5, 6, 4, 12, 7), (16, 8, 8, 0, 32, 16), (40, 10, 64, 64, 128, 20)],
+    ("sizes", "splits", "rows", "chunks"),
+    [
+        *((sizes, splits, 2, True) for sizes in SIZES for splits in (1, 4)),
+        (SIZES[0], 4, 2, False),
+        (SIZES[0], 4, 0, True),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_rows_and_chunks_attend_to_latents(
-    heads: int,
-    plain: int,
-    rotated: int,
-    width: int,
-    latent: int,
-    values: int,
+    sizes: tuple[int, ...],
     splits: int,
+    rows: int,
+    chunks: bool,
     dtype: torch.dtype,
     on_the_device: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one launch: a long and a short row, a chunk and the first tokens of a sequence."""
+    """In one launch: a long and a short row, a chunk and the first tokens of a sequence; and rows or chunks alone."""
     monkeypatch.setattr(ops.latent, "splits_of", lambda programs, capacity: (splits, 16))
     torch.manual_seed(0)
+    heads, plain, rotated, width, latent, values = sizes
     keys = torch.randn(40, 16, 1, rotated + latent).to(dtype)
-    pages, positions = torch.randperm(40).int().view(4, 10), torch.tensor([150, 3])
-    starts, lengths, scale = [20, 0], [7, 3], (rotated + latent) ** -0.5
-    queries, absorbed = torch.randn(12, heads, plain + rotated).to(dtype), torch.randn(12, heads, latent).to(dtype)
-    up, table = torch.randn(heads, plain + values, latent).to(dtype)[:, plain:], table_of(12, width, dtype)
-    tiles = kernels.chunk_tiles(2, starts, lengths, tokens=kernels.latent_tokens_at_once(dtype))
-    given = torch.tensor(tiles, dtype=torch.int32)
+    pages, positions = torch.randperm(40).int().view(4, 10), torch.tensor([150, 3])[:rows]
+    starts, lengths = ([20, 0], [7, 3]) if chunks else ([], [])
+    tokens = [*enumerate(positions.tolist())]
+    for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True), start=rows):
+        tokens += [(sequence, start + place) for place in range(length)]
+    count, scale = len(tokens), (rotated + latent) ** -0.5
+    queries, absorbed = (
+        torch.randn(count, heads, plain + rotated).to(dtype),
+        torch.randn(count, heads, latent).to(dtype),
+    )
+    up, table = torch.randn(heads, plain + values, latent).to(dtype)[:, plain:], table_of(count, width, dtype)
+    tiles = kernels.chunk_tiles(rows, starts, lengths, tokens=kernels.latent_tokens_at_once(dtype))
+    given = torch.tensor(tiles, dtype=torch.int32) if chunks else None
     found = kernels.latent_attention(queries, absorbed, up, table, keys, pages, positions, given, scale=scale)
-    assert found.shape == (12, heads, values)
+    assert found.shape == (count, heads, values)
     whole = torch.cat([turned(queries[..., plain:], table), absorbed], dim=-1)
-    tokens = [(0, 150), (1, 3), *((2, 20 + i) for i in range(7)), *((3, i) for i in range(3))]
     for token, (sequence, position) in enumerate(tokens):
         known = keys[pages[sequence].long()].flatten(0, 1)[: position + 1, 0].double()
         weights = (whole[token].double() @ known.T * scale).softmax(dim=1)
         expected = torch.einsum("al,avl->av", weights @ known[:, rotated:], up.double())
         error = (found[token].double() - expected).norm() / expected.norm()
         assert error < (1e-5 if dtype == torch.float32 else 2e-2)
-
-
-@pytest.mark.parametrize(("rows", "chunks"), [(2, False), (0, True)])
-def test_a_step_may_have_rows_or_chunks_alone(
-    rows: int, chunks: bool, on_the_device: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of rows that are split, with nothing left for the product of whole latents; or that are none."""
-    monkeypatch.setattr(ops.latent, "splits_of", lambda programs, capacity: (2, 16))
-    torch.manual_seed(0)
-    queries, absorbed, up = torch.randn(2, 4, 9), torch.randn(2, 4, 12), torch.randn(4, 7, 12)
-    keys, pages, positions = torch.randn(6, 16, 1, 16), torch.randperm(6).int().view(2, 3), torch.tensor([30, 31])
-    tiles = torch.tensor([(0, 0, 30, 1), (1, 1, 31, 1)], dtype=torch.int32) if chunks else None
-    found = kernels.latent_attention(queries, absorbed, up, None, keys, pages, positions[:rows], tiles, scale=0.3)
-    known = keys[pages.long()].flatten(1, 2)[:, :, 0]
-    scores = torch.einsum("tad,tsd->tas", torch.cat([queries[..., 5:], absorbed], dim=-1), known) * 0.3
-    unseen = torch.arange(48) > positions[:, None, None]
-    mixed = torch.einsum("tas,tsl->tal", scores.masked_fill(unseen, -torch.inf).softmax(dim=-1), known[..., 4:])
-    torch.testing.assert_close(found, torch.einsum("tal,avl->tav", mixed, up), **CLOSE[torch.float32])
 
 
 @pytest.mark.parametrize("hidden", [0, 20])
@@ -141,7 +135,7 @@ def written(rotated, size, model, target, hidden):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [90, *(pytest.param(target, marks=pytest.mark.faults) for target in (80, 100))])
+@pytest.mark.parametrize("target", [90, *(faults(target) for target in (80, 100))])
 def test_latents_of_published_models_fit_into_shared_memory(target: int) -> None:
     """DeepSeek V2, V3 and their relatives have 64 + 512 dimensions, MiniCPM3 has 32 + 256; the latent of queries has 0
     or 1536 in DeepSeek, 768 in MiniCPM3."""

@@ -95,9 +95,9 @@ def test_models_with_experts_states_and_windows_continue(name: str) -> None:
 def test_a_call_with_nothing_to_do_returns_what_there_is() -> None:
     engine = engine_of(stop=STOP_TOKEN_IDS)
     whole = engine.generate(PROMPTS, PARAMS)
-    assert engine.generate(PROMPTS, PARAMS, begun=whole[:2], until=FinishedShare(2))[:2] == whole[:2]
-    rest = engine.generate(PROMPTS, PARAMS, begun=whole[:2], until=FinishedShare(2))[2:]
-    assert all(not sample.token_ids and sample.finish_reason is None for samples in rest for sample in samples)
+    found = engine.generate(PROMPTS, PARAMS, begun=whole[:2], until=FinishedShare(2))
+    assert found[:2] == whole[:2]
+    assert all(not sample.token_ids and sample.finish_reason is None for samples in found[2:] for sample in samples)
 
 
 def test_the_module_does_not_continue() -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, ops
 from hybrid_rlhf.generation.model import layers
+from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.layers import InferenceLinear, QuantisedLinear
 from hybrid_rlhf.generation.ops import cpu_kernels
 from hybrid_rlhf.generation.ops import gpu as kernels
@@ -26,7 +28,6 @@ from tests.support.generation import SHORT_PROMPTS, SHORT_SAMPLED, token_ids_of
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
 
-CPU = torch.device("cpu")
 SHAPES = [(1, 1), (5, 3), (32, 64), (33, 70), (96, 576), (70, 1537)]
 """Outputs and inputs: of a tile, less than one, and with a remainder of both."""
 
@@ -141,6 +142,12 @@ def test_fp8_codes_are_within_their_rounding() -> None:
     torch.testing.assert_close(codes.float() * scale[:, None], weight, rtol=2**-4, atol=1e-3)
 
 
+def decoders(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> list[Decoder]:
+    """Inference weights as they are, and in 8 bits."""
+    world = solo_world(torch.device("cpu"))
+    return [decoder_of(model, world=world, dtype=dtype, quantization=kind) for kind in (None, "int8")]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "name",
@@ -149,16 +156,14 @@ def test_fp8_codes_are_within_their_rounding() -> None:
 def test_logprobs_are_near_those_without(name: str, dtype: torch.dtype) -> None:
     model = variant(name)
     tokens = probe_tokens(model.config.vocab_size, 24)
-    whole, decoder = (
-        decoder_of(model, world=solo_world(CPU), dtype=dtype, quantization=kind) for kind in (None, "int8")
-    )
+    whole, decoder = decoders(model, dtype)
     difference = (probe_logprobs(decoder, tokens) - probe_logprobs(whole, tokens)).abs()
     assert 0.0 < float(difference.mean()) < 0.1
     check_inference_weights(decoder, module_logprobs(model, probe_tokens(model.config.vocab_size)))
 
 
 def test_head_router_and_embedding_keep_their_dtype() -> None:
-    weights = decoder_of(variant("qwen3_moe"), world=solo_world(CPU), dtype=torch.float32, quantization="int8")._weights
+    weights = decoders(variant("qwen3_moe"))[1]._weights
     layer = next(layer for layer in weights.layers if layer.experts is not None)
     assert isinstance(weights.head, InferenceLinear)
     assert weights.embed.dtype == layer.experts.router.dtype == torch.float32
@@ -168,9 +173,7 @@ def test_head_router_and_embedding_keep_their_dtype() -> None:
 
 def test_decoding_reads_a_quarter() -> None:
     model = tiny_model(hidden_size=128, intermediate_size=256, vocab_size=32)
-    whole, decoder = (
-        decoder_of(model, world=solo_world(CPU), dtype=torch.float32, quantization=kind) for kind in (None, "int8")
-    )
+    whole, decoder = decoders(model)
     head = 32 * 128 * 4
     assert decoder.product_bytes - head == (whole.product_bytes - head) / 4
 

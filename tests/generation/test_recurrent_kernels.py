@@ -29,6 +29,7 @@ from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import SHORT_SAMPLED, engine_of
+from tests.support.marks import faults
 from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled
 
 pytest.importorskip("triton")
@@ -216,7 +217,7 @@ PUBLISHED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [90, *(pytest.param(target, marks=pytest.mark.faults) for target in (80, 86, 100))])
+@pytest.mark.parametrize("target", [90, *(faults(target) for target in (80, 86, 100))])
 def test_the_kernels_compile_for_a_gpu(target: int) -> None:
     """And fit into its shared memory."""
     calls = [

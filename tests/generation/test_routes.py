@@ -3,46 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.architecture.hugging_face import describe
 from hybrid_rlhf.generation.architecture.model_description import Split
 from hybrid_rlhf.generation.model.cache import CacheLayout, page_bytes
 from tests.support.families import EXPERT_VARIANTS, variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, engine_of, random_tokens
+from tests.support.marks import faults
 from tests.support.routes import assert_own_routes
-from tests.support.tiny import tiny_model
 
 QUICK = ("deepseek_v3", "llama4", "gemma4 with experts", "minimax")
 """Beside those whose requests are preempted in test_continuous.py."""
 
 
-def recorded(model: PreTrainedModel, **settings: Any) -> GenerationEngine:
-    return engine_of(model, STOP_TOKEN_IDS, **settings)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.faults) for name in EXPERT_VARIANTS]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else faults(name) for name in EXPERT_VARIANTS])
 def test_routes_are_those_of_the_models_own_routers(name: str) -> None:
     """With prefixes that prompts and samples share, and prompts in chunks."""
     model = variant(name)
-    whole = recorded(model).generate(PROMPTS, SAMPLED, record_routes=True)
-    chunked = recorded(model, max_batch_rows=3, prefill_tokens=5).generate(PROMPTS, SAMPLED, record_routes=True)
+    whole = engine_of(model, STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED, record_routes=True)
+    chunked = engine_of(model, STOP_TOKEN_IDS, max_batch_rows=3, prefill_tokens=5).generate(
+        PROMPTS, SAMPLED, record_routes=True
+    )
     assert_own_routes(model, PROMPTS, whole)
     assert_own_routes(model, PROMPTS, chunked)
 
 
 def test_prefixes_of_earlier_calls_bring_their_routes() -> None:
     model, prompt = variant("qwen3_moe"), random_tokens(40)
-    engine = recorded(model)
+    engine = engine_of(model, STOP_TOKEN_IDS)
     ((first,),) = engine.generate([prompt], SamplingParams(max_new_tokens=9, seed=0), record_routes=True)
     turn = prompt + first.token_ids + random_tokens(5)
     results = engine.generate([turn], SamplingParams(max_new_tokens=4, seed=0), record_routes=True)
@@ -51,7 +45,7 @@ def test_prefixes_of_earlier_calls_bring_their_routes() -> None:
 
 
 def test_only_the_requests_that_ask_report_routes() -> None:
-    engine = recorded(variant("qwen3_moe"))
+    engine = engine_of(variant("qwen3_moe"), STOP_TOKEN_IDS)
     params = SamplingParams(max_new_tokens=3, n=2, seed=0)
     engine.generate([[5, 6]], params)
     assert engine.backend.held.cache.routes is None, "who records nothing pays nothing"
@@ -76,7 +70,7 @@ def test_routes_take_a_byte_where_the_index_fits(count: int, dtype: torch.dtype)
 
 def test_an_engine_that_cannot_record_says_so() -> None:
     """Without experts, or through the module."""
-    for engine in (recorded(tiny_model()), recorded(variant("qwen3_moe"), backend="module")):
+    for engine in (engine_of(), engine_of(variant("qwen3_moe"), backend="module")):
         assert not engine.records_routes
         with pytest.raises(UserError, match="record_routes needs a mixture of experts with inference weights"):
             engine.generate([[5]], SamplingParams(max_new_tokens=2), record_routes=True)

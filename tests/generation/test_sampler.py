@@ -46,9 +46,9 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "kernels_for", lambda device, dtype: None)
 
 
-def drawn(logits: Tensor, params: SamplingParams | Sequence[SamplingParams], **other: Any) -> SampledTokens:
+def drawn(logits: Tensor, params: SamplingParams | Sequence[SamplingParams]) -> SampledTokens:
     each = [params] * len(logits) if isinstance(params, SamplingParams) else params
-    return draw_for(logits, requests_for(each, **other))
+    return draw_for(logits, requests_for(each))
 
 
 def draw_for(
@@ -155,15 +155,13 @@ def test_running_sums_are_those_of_floats_in_any_order() -> None:
     assert torch.equal(*places)
 
 
-def test_repetition_penalty_and_min_new_tokens(by: None) -> None:
+def test_stop_tokens_wait_for_the_shortest_length(by: None) -> None:
     logits = torch.tensor([[3.0, 2.9, 4.0, -1.0, -1.1]])
     assert int(drawn(logits, SamplingParams(temperature=0.0)).tokens) == 2
-    assert int(drawn(logits, SamplingParams(temperature=0.0, min_new_tokens=1)).tokens) == 0, "2 is the stop token"
-    penalised = drawn(logits, SamplingParams(temperature=0.0, repetition_penalty=2.0), prompt=(0, 2, 3))
-    assert int(penalised.tokens) == 1
-    expected = torch.log_softmax(torch.tensor([1.5, 2.9, 2.0, -2.0, -1.1]), 0)[1]
-    torch.testing.assert_close(penalised.sampling_logprobs[0], expected)
-    torch.testing.assert_close(penalised.logprobs[0], torch.log_softmax(logits[0], 0)[1])
+    held = drawn(logits, SamplingParams(temperature=0.0, min_new_tokens=1))
+    assert int(held.tokens) == 0, "2 is the stop token"
+    expected = torch.log_softmax(logits[0, [0, 1, 3, 4]], 0)[0]
+    torch.testing.assert_close(held.sampling_logprobs[0], expected)
 
 
 def test_penalties_and_biases_are_those_of_hugging_face_and_openai(by: None) -> None:

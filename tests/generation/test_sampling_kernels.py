@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from hybrid_rlhf.generation.ops import choice, cpu_kernels
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.runtime.world import default_device, solo_world
 from tests.support.generation import requests_for
+from tests.support.marks import faults
 
 ROWS_OF_EACH = {"compiled": 40, "triton": 1}
 """Triton's interpreter is slow."""
@@ -50,7 +50,7 @@ MODES: list[dict[str, Any]] = [
 
 @pytest.fixture(params=["compiled", "triton"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Which of the two; tensors of a test are made where it runs."""
+    """Which of the two, or "torch"; tensors of a test are made where it runs."""
     if request.param == "compiled" and not cpu_kernels.available():
         pytest.skip("the CPU kernels cannot be compiled here")
     if request.param == "triton" and importlib.util.find_spec("triton") is None:
@@ -60,31 +60,38 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def device_of(kernel: str) -> torch.device:
-    return torch.device("cpu") if kernel == "compiled" else default_device()
+    return default_device() if kernel == "triton" else torch.device("cpu")
 
 
-def module_of(kernel: str) -> ModuleType:
-    return cpu_kernels if kernel == "compiled" else kernels
-
-
-def sampled(by: str, logits: Tensor, asked: Sequence[Request]) -> tuple[SampledTokens, DecodeBatch]:
-    """By a kernel or "torch", and the rows after it."""
-    world, size = solo_world(logits.device), logits.shape[-1]
-    rows = DecodeBatch.of(asked, vocab_size=size, device=logits.device)
+def sampler_of(by: str, asked: Sequence[Request], vocabulary: int) -> Sampler:
+    """A sampler by a kernel or "torch"."""
+    used = {"compiled": cpu_kernels, "triton": kernels}.get(by)
     with pytest.MonkeyPatch.context() as patch:
-        used = None if by == "torch" else module_of(by)
         patch.setattr(choice, "kernels_for", lambda device, dtype: used)
-        return Sampler(size, sampling_mode(asked), world)(logits.clone(), rows), rows
+        return Sampler(vocabulary, sampling_mode(asked), solo_world(torch.get_default_device()))
 
 
-def assert_same(kernel: str, logits: Tensor, asked: Sequence[Request]) -> None:
+def sampled(
+    by: str, logits: Tensor, asked: Sequence[Request], allowed: Tensor | None = None
+) -> tuple[SampledTokens, DecodeBatch]:
+    """By a kernel or "torch", and the rows after it; `allowed`: the words of grammars."""
+    size = logits.shape[-1]
+    rows = DecodeBatch.of(asked, vocab_size=size, device=logits.device)
+    if allowed is not None:
+        assert rows.allowed is not None
+        rows.allowed.copy_(allowed)
+    return sampler_of(by, asked, size)(logits.clone(), rows), rows
+
+
+def assert_same(kernel: str, logits: Tensor, asked: Sequence[Request], allowed: Tensor | None = None) -> SampledTokens:
     """Tokens, log-probs, and what is written to the rows."""
-    (found, rows), (expected, expected_rows) = sampled(kernel, logits, asked), sampled("torch", logits, asked)
+    (found, rows), (expected, expected_rows) = (sampled(by, logits, asked, allowed) for by in (kernel, "torch"))
     assert torch.equal(found.tokens, expected.tokens)
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=3e-5, rtol=1e-5)
     torch.testing.assert_close(found.sampling_logprobs, expected.sampling_logprobs, atol=3e-5, rtol=1e-5)
     for table, wanted in zip(rows.save(), expected_rows.save(), strict=True):
         assert torch.equal(table, wanted)
+    return found
 
 
 @pytest.mark.parametrize("vocabulary", [2, 3001])
@@ -174,31 +181,25 @@ def test_a_row_does_not_depend_on_threads_or_other_rows(kernel: str) -> None:
         assert torch.equal(alone.sampling_logprobs[0], together.sampling_logprobs[row])
 
 
-@pytest.mark.parametrize("by", ["compiled", "triton", "torch"])
-def test_penalties_count_on_the_device_as_in_a_new_table(by: str) -> None:
+@pytest.mark.parametrize("kernel", ["compiled", "triton", "torch"], indirect=True)
+def test_penalties_count_on_the_device_as_in_a_new_table(kernel: str) -> None:
     """A preempted request is filled in again: its next tokens must not depend on when."""
-    if by == "compiled" and not cpu_kernels.available():
-        pytest.skip("the CPU kernels cannot be compiled here")
-    if by == "triton":
-        pytest.importorskip("triton")
-    params = [
-        SamplingParams(presence_penalty=0.37, frequency_penalty=0.11, logit_bias={1: 0.3}),
-        SamplingParams(),
-        SamplingParams(frequency_penalty=-0.1),
-    ]
-    with device_of(by if by == "triton" else "compiled") as device, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "kernels_for", lambda device, dtype: None if by == "torch" else module_of(by))
-        asked = requests_for(params)
-        rows = DecodeBatch.of(asked, vocab_size=3, device=torch.zeros(()).device)
-        sampler = Sampler(3, sampling_mode(asked), solo_world(rows.integers.device))
-        for _ in range(4):
-            drawn = sampler(torch.zeros(3, 3), rows).tokens.tolist()
-            for request, token in zip(asked, drawn, strict=True):
-                request.token_ids.append(token)
-        again = DecodeBatch.of(asked, vocab_size=3, device=rows.integers.device)
-        assert rows.bias is not None and again.bias is not None and device is not None
-        assert torch.equal(rows.bias, again.bias) and torch.equal(rows.seen, again.seen)
-        assert not rows.bias[1].any() and rows.bias[0].any()
+    asked = requests_for(
+        [
+            SamplingParams(presence_penalty=0.37, frequency_penalty=0.11, logit_bias={1: 0.3}),
+            SamplingParams(),
+            SamplingParams(frequency_penalty=-0.1),
+        ]
+    )
+    rows, sampler = DecodeBatch.of(asked, vocab_size=3, device=torch.get_default_device()), sampler_of(kernel, asked, 3)
+    for _ in range(4):
+        drawn = sampler(torch.zeros(3, 3), rows).tokens.tolist()
+        for request, token in zip(asked, drawn, strict=True):
+            request.token_ids.append(token)
+    again = DecodeBatch.of(asked, vocab_size=3, device=torch.get_default_device())
+    assert rows.bias is not None and again.bias is not None
+    assert torch.equal(rows.bias, again.bias) and torch.equal(rows.seen, again.seen)
+    assert not rows.bias[1].any() and rows.bias[0].any()
 
 
 @pytest.mark.parametrize("vocabulary", [31, 32, 700])
@@ -212,19 +213,7 @@ def test_kernels_draw_from_the_allowed_tokens_alone(vocabulary: int, kernel: str
     logits = 3 * torch.randn(count, vocabulary)
     words = torch.randint(-(2**31), 2**31, (count, -(-vocabulary // 32)), dtype=torch.int32)
     words[:, 0] |= 1
-    results = []
-    for by in (kernel, "torch"):
-        rows = DecodeBatch.of(asked, vocab_size=vocabulary, device=logits.device)
-        assert rows.allowed is not None
-        rows.allowed.copy_(words)
-        with pytest.MonkeyPatch.context() as patch:
-            used = None if by == "torch" else module_of(by)
-            patch.setattr(choice, "kernels_for", lambda device, dtype, used=used: used)
-            results.append(Sampler(vocabulary, sampling_mode(asked), solo_world(logits.device))(logits.clone(), rows))
-    found, expected = results
-    assert torch.equal(found.tokens, expected.tokens)
-    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=3e-5, rtol=1e-5)
-    torch.testing.assert_close(found.sampling_logprobs, expected.sampling_logprobs, atol=3e-5, rtol=1e-5)
+    found = assert_same(kernel, logits, asked, words)
     bits = (words.repeat_interleave(32, dim=1) >> torch.arange(32).repeat(words.shape[1])) & 1
     assert bits[:, :vocabulary].gather(1, found.tokens[:, None])[1:].all()
     masked = logits.masked_fill(bits[:, :vocabulary] == 0, -torch.inf).log_softmax(dim=-1)
@@ -285,7 +274,7 @@ class Reads:
         monkeypatch.setattr(torch, "empty_like", allocated)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("of a language model", marks=pytest.mark.faults), "flat"])
+@pytest.mark.parametrize("kind", [faults("of a language model"), "flat"])
 def test_truncation_reads_the_vocabulary_three_times(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It took up to 35 reads in up to 68 passes, one after the other, by a single program per row."""
     pytest.importorskip("triton")
@@ -313,5 +302,5 @@ def test_more_scores_near_a_bound_than_are_collected(kind: str, cut: dict[str, A
     torch.manual_seed(0)
     vocabulary = ops.sampling.CANDIDATES + 1000
     logits = torch.zeros(1, vocabulary) if kind == "constant" else logits_of(kind, vocabulary)
-    with device_of("triton"):
-        assert_same("triton", logits.to(device_of("triton")), requests_for([SamplingParams(**cut)]))
+    with device_of("triton") as device:
+        assert_same("triton", logits.to(device), requests_for([SamplingParams(**cut)]))

@@ -90,13 +90,12 @@ def test_logprobs_and_entropies_are_those_of_the_module(name: str) -> None:
     assert_same_logprobs(lm, whole())
 
 
-@pytest.mark.parametrize(("name", "labels", "bias"), [("llama", 1, False), ("gpt2", 1, True), ("qwen3_next", 3, True)])
+@pytest.mark.parametrize(
+    ("name", "labels", "bias"), [("llama", 1, False), ("gpt2", 1, True), ("qwen3_next", 3, True), ("gemma2", 2, False)]
+)
 def test_scores_are_those_of_the_module(name: str, labels: int, bias: bool) -> None:
+    """Also of Gemma 2, which does something to logits."""
     assert_same_scores(classifier(name, labels, bias=bias), whole())
-
-
-def test_a_scorer_ignores_what_the_family_does_to_logits() -> None:
-    assert_same_scores(classifier("gemma2", 2), whole())
 
 
 def compare_split(world: World) -> dict[str, float]:

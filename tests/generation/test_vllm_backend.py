@@ -16,7 +16,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.vllm import VLLMBackend, VLLMServer
 from hybrid_rlhf.generation.open_batch import PromptBatch
-from tests.support.generation import wait_until
+from tests.support.generation import completed, ids_of, wait_until
 from tests.support.tiny import VOCABULARY, tiny_tokenizer
 from tests.support.vllm_server import FakeVLLM, fake_vllm
 
@@ -139,23 +139,10 @@ def test_an_open_batch_completes_requests_as_they_arrive(model_folder: Path) -> 
     with fake_vllm(model_folder) as fake:
         engine = engine_of(fake)
         expected = engine.generate(PROMPTS[:1], GREEDY)[0][0].token_ids
-        tokens: list[int] = []
-        done = threading.Event()
-
-        def deliver(new: list[Any]) -> None:
-            tokens.extend(token.token_id for token in new)
-            if not new or new[-1].finish_reason is not None:
-                done.set()
-
         with engine.open(rows=4, max_tokens=64) as batch:
-            batch.submit(PromptBatch(PROMPTS[:1], GREEDY), deliver)
-            assert done.wait(30)
-            dropped = batch.submit(PromptBatch(PROMPTS[1:2], GREEDY), lambda new: None)
-            batch.cancel(dropped)
-            done.clear()
-            batch.submit(PromptBatch(PROMPTS[:1], GREEDY), deliver)
-            assert done.wait(30)
-    assert tokens == expected * 2
+            assert ids_of(completed(batch, PROMPTS[:1], GREEDY)) == [[expected]]
+            batch.cancel(batch.submit(PromptBatch(PROMPTS[1:2], GREEDY), lambda new: None))
+            assert ids_of(completed(batch, PROMPTS[:1], GREEDY)) == [[expected]]
 
 
 def test_a_paused_batch_goes_on_from_its_tokens(model_folder: Path) -> None:

@@ -23,7 +23,7 @@ from tests.support.faults import Point, intercept, run_step
 from tests.support.marks import slow
 from tests.support.ranks import run_main, run_mains
 from tests.support.runs import ROOT, run_python
-from tests.support.steps import CLOCK, brevity, run_outputs, write_rows
+from tests.support.steps import brevity, run_outputs, write_rows
 
 MODULE = "hybrid_rlhf.cli.rl"
 BREVITY = {"components": [{"function": f"{__file__}:brevity"}]}
@@ -103,33 +103,22 @@ def together(folder: Path, runs: Mapping[str, Any]) -> list[str]:
     return ["--adapters", str(file), "--output_dir", str(folder)]
 
 
-def metrics_of(run: Path) -> list[dict[str, float]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if not key.startswith(CLOCK)} for line in lines]
-
-
-def completions_of(run: Path) -> list[tuple[int, str]]:
-    lines = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
-    return [(line["step"], line["completion"]) for line in lines]
-
-
 def names_in(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
-
-
-def adapter_of(run: Path) -> dict[str, Any]:
-    return load_file(run / "actor" / "adapter" / "adapter_model.safetensors")
 
 
 def require_equal(run: Path, other: Path, *, steps: int | None = None, within: float = 1e-6) -> None:
     """The same completions; weights and metrics to 1e-6. Differences between the log-probs of sampler and training are
     rounding themselves."""
-    texts = [completions_of(path) for path in (run, other)]
+    outputs = [run_outputs(path) for path in (run, other)]
+    texts = [
+        [(sample["step"], sample["completion"]) for sample in map(json.loads, output["samples"])] for output in outputs
+    ]
     assert texts[0][-len(texts[1]) :] == texts[1] and texts[1]
-    weights = [adapter_of(path) for path in (run, other)]
+    weights = [load_file(path / "actor" / "adapter" / "adapter_model.safetensors") for path in (run, other)]
     assert weights[0].keys() == weights[1].keys()
     assert max(float((value - weights[1][name]).abs().max()) for name, value in weights[0].items()) < within
-    metrics = [metrics_of(path)[-(steps or 99) :] for path in (run, other)]
+    metrics = [output["metrics"][-(steps or 99) :] for output in outputs]
     for mine, wanted in zip(*metrics, strict=True):
         assert mine.keys() == wanted.keys()
         for key, value in wanted.items():
@@ -167,11 +156,12 @@ def test_a_run_is_one_with_lora_alone_and_its_checkpoint_that_of_one(
     assert all(merged[0][name].allclose(value, atol=1e-6) for name, value in merged[1].items())
 
 
-def test_not_a_bit_depends_on_neighbours_if_deterministic(model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, slow(2)])
+def test_not_a_bit_depends_on_neighbours_if_deterministic(ranks: int, model_folder: Path, tmp_path: Path) -> None:
     line = line_of(tmp_path, model_folder, "--deterministic")
-    run_main(MODULE, 1, [*line, *together(tmp_path / "both", RUNS)])
-    run_main(MODULE, 1, [*line, *together(tmp_path / "one", {"wide": RUNS["wide"]})])
-    assert run_outputs(tmp_path / "both" / "wide") == run_outputs(tmp_path / "one" / "wide")
+    runs = {"all": RUNS | SPARSE, "one": {"wide": RUNS["wide"]}}
+    run_mains(MODULE, ranks, [[*line, *together(tmp_path / name, of_name)] for name, of_name in runs.items()])
+    assert run_outputs(tmp_path / "all" / "wide") == run_outputs(tmp_path / "one" / "wide")
 
 
 @pytest.fixture(scope="module")
@@ -197,14 +187,6 @@ def test_two_ranks_learn_what_one_does(name: str, trained: Path, on_ranks: Path)
     require_equal(on_ranks / "all" / name, trained / name, within=1e-5)
     files = {file.name for file in (on_ranks / "all" / name / "checkpoints" / "step_2").glob("actor_*")}
     assert files == {"actor_00000.safetensors", "actor_00001.safetensors"}
-
-
-@pytest.mark.slow
-def test_not_a_bit_depends_on_neighbours_on_two_ranks_if_deterministic(model_folder: Path, tmp_path: Path) -> None:
-    line = line_of(tmp_path, model_folder, "--deterministic")
-    runs = {"all": RUNS | SPARSE, "one": {"wide": RUNS["wide"]}}
-    run_mains(MODULE, 2, [[*line, *together(tmp_path / name, of_name)] for name, of_name in runs.items()])
-    assert run_outputs(tmp_path / "all" / "wide") == run_outputs(tmp_path / "one" / "wide")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ from tests.support.faults import Point, run_step
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import whole
-from tests.support.steps import write_rows
+from tests.support.steps import run_outputs, write_rows
 
 STEPS, PER_STEP = 4, 2
 
@@ -328,8 +328,8 @@ def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder
     if name == "rloo":
         start += f"--environment.path {__file__}:TwoTurns --rollout.sampling.max_new_tokens 60".split()
     run_main("hybrid_rlhf.cli.rl", 1, start)
-    whole, weights = metrics_without_times(folder), (folder / "actor" / "model.safetensors").read_bytes()
-    stale = [told["rollout/stale_updates"] for told in whole[1:]]
+    whole = run_outputs(folder)
+    stale = [told["rollout/stale_updates"] for told in whole["metrics"][1:]]
     if name != "dapo":
         assert stale == [0.0, 1.0, 2.0, 2.0]
     else:  # what replaces groups of equal scores is of the current weights
@@ -343,8 +343,7 @@ def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder
         assert run_step("hybrid_rlhf.cli.rl", 1, uncorrected, errors=tmp_path / "errors.txt") == [2]
         assert "older weights sampled" in (tmp_path / "errors.txt").read_text()
     run_main("hybrid_rlhf.cli.rl", 1, [*start, "--resume", "auto"])
-    assert metrics_without_times(folder) == whole
-    assert (folder / "actor" / "model.safetensors").read_bytes() == weights
+    assert run_outputs(folder) == whole
 
 
 @pytest.mark.slow
@@ -354,15 +353,14 @@ def test_a_run_that_is_stopped_in_mid_step_goes_on(model_folder: Path, tmp_path:
     start = rollout_line(folder, model_folder, rows, "--algorithm", "rloo", "--rollout.sampling.n", "2")
     start += ["--rollout.async_sampling.policy_lag", "1"]
     run_main("hybrid_rlhf.cli.rl", 1, start)
-    whole, weights = metrics_without_times(folder), (folder / "actor" / "model.safetensors").read_bytes()
+    whole = run_outputs(folder)
     shutil.rmtree(folder)
     scoring = "hybrid_rlhf.rl.rollouts.scoring:RolloutScorer.compute_logprobs"
     point = Point(scoring, 4, 0, signal=signal.SIGTERM)  # the third step's
     assert run_step("hybrid_rlhf.cli.rl", 1, start, point) == [STOPPED_EXIT_CODE]
     assert any("_update_" in path.name for path in (folder / "checkpoints").iterdir())
     run_main("hybrid_rlhf.cli.rl", 1, [*start, "--resume", "auto"])
-    assert metrics_without_times(folder) == whole
-    assert (folder / "actor" / "model.safetensors").read_bytes() == weights
+    assert run_outputs(folder) == whole
 
 
 class Failing:

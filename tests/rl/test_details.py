@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.algorithms import VAPOConfig
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, KLConfig, PenaltiesConfig, RejectionConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
@@ -26,33 +25,33 @@ from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.updater import Progress, Updater
 from hybrid_rlhf.runtime.world import World
-from tests.support.rl import ALGORITHM, SAMPLING, build_parts, collect, sample_and_score, scaled, score
+from tests.support.rl import ALGORITHM, SAMPLING, collect, sample_and_score, scaled, score
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in engine.module.parameters()]
 
 
-def test_a_single_update_reads_the_actor_once(world: World, paths: dict[str, str]) -> None:
+def test_a_single_update_reads_the_actor_once(world: World, build: Any) -> None:
     once = replace(ALGORITHM, epochs=1)
-    parts = build_parts(world, paths, algorithm=once)
+    parts = build(algorithm=once)
     forwards: list[int] = []
     parts.roles.actor.module.register_forward_hook(lambda *_: forwards.append(1))
     batch, plan = collect(parts)
     assert len(forwards) == 1, "the check after the weight sync; scoring does not read the actor"
     forwards.clear()
     torch.testing.assert_close(batch.rollout.old_logprobs, batch.rollout.sampled_logprobs, atol=0, rtol=0)
-    slow = build_parts(world, paths, algorithm=ALGORITHM)
+    slow = build(algorithm=ALGORITHM)
     expected, _ = score(slow, batch.rollout)
-    report = Updater(parts.roles, PPO(once), rollout=SAMPLING).update(batch, [plan])
+    report = parts.updater.update(batch, [plan])
     assert len(forwards) == len(plan.mini_batches(world)[0])
     torch.testing.assert_close(report.batch.rollout.old_logprobs, expected.old_logprobs, atol=0, rtol=0)
     assert report.metrics["val/ratio"] == 1 and report.metrics["policy/approxkl"] == 0
     assert 0 < rollout_metrics(report.batch, world)["rollout/logprob_abs_diff_mean"] < 1e-5
 
 
-def test_a_learning_rate_of_zero_never_moves_the_ratio(world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths, algorithm=replace(ALGORITHM, epochs=3, mini_batches=2))
+def test_a_learning_rate_of_zero_never_moves_the_ratio(build: Any) -> None:
+    parts = build(algorithm=replace(ALGORITHM, epochs=3, mini_batches=2))
     for group in parts.roles.actor._engine.optimizer.param_groups:
         group["lr"] = 0.0
     batch, plan = collect(parts, mini_batches=2)
@@ -61,8 +60,8 @@ def test_a_learning_rate_of_zero_never_moves_the_ratio(world: World, paths: dict
     assert report.metrics["policy/approxkl"] == 0 and report.metrics["val/ratio"] == 1
 
 
-def test_the_ratio_of_a_token_is_that_of_its_last_update(world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths, algorithm=replace(ALGORITHM, epochs=2, mini_batches=2))
+def test_the_ratio_of_a_token_is_that_of_its_last_update(world: World, build: Any) -> None:
+    parts = build(algorithm=replace(ALGORITHM, epochs=2, mini_batches=2))
     batch, plan = collect(parts, mini_batches=2)
     rollout, mask = batch.rollout, batch.rollout.response_mask
     expected = torch.full_like(rollout.old_logprobs, torch.nan)
@@ -83,19 +82,18 @@ def test_the_ratio_of_a_token_is_that_of_its_last_update(world: World, paths: di
     assert parts.updater.update(batch, [plan]).ratios is None
 
 
-def test_passes_end_when_the_policy_has_gone_too_far(world: World, paths: dict[str, str]) -> None:
+def test_passes_end_when_the_policy_has_gone_too_far(build: Any) -> None:
     updates = {}
     for target in (None, 1e-9, 1e9):
-        parts = build_parts(world, paths)
+        parts = build(algorithm=replace(ALGORITHM, target_kl=target))
         batch, plan = collect(parts)
-        config = replace(ALGORITHM, target_kl=target)
-        report = Updater(parts.roles, PPO(config), rollout=SAMPLING).update(batch, [plan] * 4)
+        report = parts.updater.update(batch, [plan] * 4)
         updates[target] = report.metrics["rollout/updates"]
     assert updates == {None: 4, 1e-9: 2, 1e9: 4}, "the first mini-batch has an approxkl of exactly 0"
 
 
-def test_a_warm_up_moves_the_critic_alone(world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths)
+def test_a_warm_up_moves_the_critic_alone(build: Any) -> None:
+    parts = build()
     batch, plan = collect(parts)
     before = weights(parts.roles.actor), weights(parts.roles.critic)
     report = parts.updater.update(batch, [plan], train_actor=False)
@@ -109,18 +107,17 @@ def test_the_kl_may_be_a_term_of_the_loss(
     estimator: Any,
     function: Any,
     world: World,
-    paths: dict[str, str],
+    build: Any,
 ) -> None:
     config = replace(ALGORITHM, kl=KLConfig(where="loss", estimator=estimator))
-    parts = build_parts(world, paths, algorithm=config)
+    parts = build(algorithm=config)
     batch, plan = collect(parts)
     mask = batch.rollout.response_mask
     last = torch.zeros_like(mask).scatter(1, (mask * torch.arange(mask.shape[1])).argmax(1)[:, None], True)
     assert (batch.rewards[mask & ~last] == 0).all(), "no penalty in the reward"
     indices = plan.mini_batches(world)[0][0]
     mini_batch = MiniBatch(plan.tokens[0], plan.sequences[0], kl_coef=0.3)
-    policy_loss = PolicyLoss(parts.roles.actor, PPO(config), temperature=0.8, max_tokens=10)
-    loss, current = policy_loss(batch.rows(indices), mini_batch)
+    loss, current = parts.updater.policy_loss(batch.rows(indices), mini_batch)
     plain = PolicyLoss(parts.roles.actor, PPO(replace(config, kl=KLConfig())), temperature=0.8, max_tokens=10)
     without, _ = plain(batch.rows(indices), mini_batch)
     rows = torch.tensor(indices)
@@ -132,22 +129,20 @@ def test_the_kl_may_be_a_term_of_the_loss(
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_the_loss_may_be_a_mean_over_the_tokens_that_a_correction_keeps(
-    epochs: int, world: World, paths: dict[str, str]
-) -> None:
+def test_the_loss_may_be_a_mean_over_the_tokens_that_a_correction_keeps(epochs: int, build: Any) -> None:
     kl = KLConfig(where="loss", estimator="k2")
     found = []
     for counts in (True, False):
         correction = CorrectionConfig(method="mask", count_masked=counts)
         learned = replace(ALGORITHM, epochs=epochs, correction=correction, kl=kl)
-        parts = build_parts(world, paths, algorithm=learned)
+        parts = build(algorithm=learned)
         batch, plan = collect(parts, mini_batches=1)
         mask = batch.rollout.response_mask
         dropped = mask & (torch.arange(mask.shape[1]) % 3 == 0)
         drawn = batch.rollout.drawn_logprobs - 5.0 * dropped  # ratios of exp(5), and of 1
         rollout = replace(batch.rollout, drawn_logprobs=drawn)
         batch = replace(batch, rollout=rollout, advantages=1.0 * mask)
-        report = Updater(parts.roles, PPO(learned), rollout=SAMPLING).update(batch, [plan])
+        report = parts.updater.update(batch, [plan])
         found.append(report.metrics["loss/policy"])
         assert report.metrics["rollout/correction_mean"] == pytest.approx(
             1 - float(dropped.sum() / mask.sum()), abs=1e-4
@@ -156,10 +151,10 @@ def test_the_loss_may_be_a_mean_over_the_tokens_that_a_correction_keeps(
     assert 0.3 < kept < 0.9 and found == pytest.approx([-kept, -1.0], abs=1e-4)
 
 
-def test_a_rejected_completion_has_no_gradient(world: World, paths: dict[str, str]) -> None:
+def test_a_rejected_completion_has_no_gradient(world: World, build: Any) -> None:
     correction = CorrectionConfig(clip=10.0, reject=RejectionConfig(high=1.05))
     learned = replace(ALGORITHM, correction=correction, kl=None)
-    parts = build_parts(world, paths, algorithm=learned)
+    parts = build(algorithm=learned)
     batch, plan = collect(parts)
     rows, mini_batch = plan.mini_batches(world)[0][0], MiniBatch(plan.tokens[0], plan.sequences[0])
     mask = batch.rollout.response_mask
@@ -167,7 +162,7 @@ def test_a_rejected_completion_has_no_gradient(world: World, paths: dict[str, st
     apart[rows[0]] = 0.1  # a geometric mean of exp(0.1)
     rollout = replace(batch.rollout, drawn_logprobs=batch.rollout.old_logprobs - apart * mask)
     batch = replace(batch, rollout=rollout, advantages=1.0 * mask)
-    policy_loss = PolicyLoss(parts.roles.actor, PPO(learned), temperature=0.8, max_tokens=10)
+    policy_loss = parts.updater.policy_loss
     loss, _ = policy_loss(batch.rows(rows), mini_batch)
     kept = float(mask[rows[1:]].sum())
     assert float(loss.total.detach()) == pytest.approx(-kept, abs=1e-3)
@@ -177,8 +172,8 @@ def test_a_rejected_completion_has_no_gradient(world: World, paths: dict[str, st
     assert torch.equal(policy_loss.kept(batch.rollout).any(dim=1), apart[:, 0] == 0)
 
 
-def test_the_entropy_bonus_is_the_entropy_of_the_whole_distribution(world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths)
+def test_the_entropy_bonus_is_the_entropy_of_the_whole_distribution(world: World, build: Any) -> None:
+    parts = build()
     batch, plan = collect(parts)
     indices, mini_batch = plan.mini_batches(world)[0][0], MiniBatch(plan.tokens[0], plan.sequences[0])
     totals = [
@@ -195,10 +190,10 @@ def test_the_entropy_bonus_is_the_entropy_of_the_whole_distribution(world: World
     torch.testing.assert_close((totals[0] - totals[1]).detach(), expected, atol=1e-3, rtol=1e-4)
 
 
-def test_tokens_of_positive_scores_are_made_likelier_by_their_mean(world: World, paths: dict[str, str]) -> None:
+def test_tokens_of_positive_scores_are_made_likelier_by_their_mean(world: World, build: Any) -> None:
     """VAPO's term: a mean over the positive tokens of the mini-batch, not of the micro-batch or of all tokens."""
     learned = VAPOConfig(positive_coef=0.3)
-    parts = build_parts(world, paths, algorithm=ALGORITHM)
+    parts = build(algorithm=ALGORITHM)
     batch, plan = collect(parts)
     mask = batch.rollout.response_mask
     scores = torch.linspace(-1, 1, len(mask))
@@ -233,13 +228,8 @@ def test_a_gradient_is_scaled_down_to_its_limit(limit: float, world: World, path
     assert float(moved.norm()) == pytest.approx(limit or norm, rel=1e-2)
 
 
-def test_the_log_ratio_is_no_loss() -> None:
-    with pytest.raises(UserError, match="take k2 or k3"):
-        KLConfig(where="loss")
-
-
-def test_rewards_and_advantages_are_whitened_as_asked(world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths)
+def test_rewards_and_advantages_are_whitened_as_asked(world: World, build: Any) -> None:
+    parts = build()
     rollout, _ = sample_and_score(parts)
     mask = rollout.response_mask
 
@@ -261,7 +251,7 @@ def test_rewards_and_advantages_are_whitened_as_asked(world: World, paths: dict[
             torch.testing.assert_close(found.advantages[mask], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_penalties_and_scaling_reach_the_last_reward(world: World, paths: dict[str, str]) -> None:
+def test_penalties_and_scaling_reach_the_last_reward(world: World, build: Any) -> None:
     config = replace(
         ALGORITHM,
         penalties=PenaltiesConfig(missing_eos=0.5, length=0.25),
@@ -269,7 +259,7 @@ def test_penalties_and_scaling_reach_the_last_reward(world: World, paths: dict[s
         score_scaling="running",
         whiten_advantages=False,
     )
-    parts = build_parts(world, paths, algorithm=config)
+    parts = build(algorithm=config)
     rollout, _ = sample_and_score(parts)
     lengths = rollout.response_mask.sum(dim=1)
     assert rollout.scores is not None and rollout.penalties is not None
@@ -298,8 +288,8 @@ def test_scaling_knows_all_scores_so_far_and_comes_back_from_a_checkpoint() -> N
     assert ScoreScaling("none").scaled(parts[0]) is parts[0] and ScoreScaling("none").metrics() == {}
 
 
-def test_the_reference_may_follow_the_actor(world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths)
+def test_the_reference_may_follow_the_actor(build: Any) -> None:
+    parts = build()
     batch, plan = collect(parts)
     assert parts.roles.reference is not None and float(batch.rollout.kl.abs().max()) > 0
     parts.updater.update(batch, [plan])
@@ -311,10 +301,9 @@ def test_the_reference_may_follow_the_actor(world: World, paths: dict[str, str])
 @pytest.mark.parametrize("keep", [False, True])
 def test_an_averaged_actor_generates_with_its_own_weights(
     keep: bool,
-    world: World,
-    paths: dict[str, str],
+    build: Any,
 ) -> None:
-    parts = build_parts(world, paths)
+    parts = build()
     parts.roles.actor._rollout = replace(parts.roles.actor._rollout, keep_weights=keep)
     average = WeightAverage(parts.roles.actor.module, decay=0.999999)
     batch, plan = collect(parts)

@@ -18,7 +18,7 @@ from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import EndpointConfig
 from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.runtime.world import World
-from tests.support.programs import PROMPTS, SAMPLING, client_of, play_numbered, program_parts
+from tests.support.programs import PROMPTS, SAMPLING, client_of, play_numbered
 from tests.support.ranks import run_main
 from tests.support.runs import rl_line
 from tests.support.steps import write_rows
@@ -55,13 +55,13 @@ def play_outside(url: str, headers: dict[str, str], ended: threading.Event, stat
 
 
 def test_programs_outside_of_the_run_learn_the_same(
-    world: World, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+    build_program: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     monkeypatch.setenv("PLAY_KEY", "a-key")
     settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 12, "options": {"stop": ["x"]}}
-    expected = program_parts(world, paths["actor"], play_numbered, **settings).sampler.sample(PROMPTS, step=1)
+    expected = build_program(play_numbered, **settings).sampler.sample(PROMPTS, step=1)
     sampling = replace(SAMPLING, endpoint=EndpointConfig(api_key="${PLAY_KEY}"))
-    parts = program_parts(world, paths["actor"], None, sampling=sampling, **settings)
+    parts = build_program(None, sampling=sampling, **settings)
     (url,) = re.findall(r"ask the actor at (http://127\.0\.0\.1:\d+) while", " ".join(log_lines))
     ended, statuses = threading.Event(), set[tuple[str, int]]()
     given = url, {"Authorization": "Bearer a-key"}, ended, statuses
@@ -79,27 +79,27 @@ def test_programs_outside_of_the_run_learn_the_same(
             program.join()
     wanted = {("take", 200), ("wrong", 400), ("first", 200), ("again", 404), ("late", 404)}
     assert wanted <= statuses <= {*wanted, ("take", 204)}
-    alone = program_parts(world, paths["actor"], None, sampling=sampling, timeout_seconds=0.5)
+    alone = build_program(None, sampling=sampling, timeout_seconds=0.5)
     with pytest.raises(UserError, match=r"rollout.endpoint failed in 6 of 6 episodes: it took longer than 0.5 s"):
         alone.sampler.sample(PROMPTS, step=1)
 
 
 def test_the_address_of_programs_is_that_of_the_config(
-    world: World, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    world: World, build_program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLAY_KEY", "a-key")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         sampling = replace(SAMPLING, endpoint=EndpointConfig(port=port, api_key="${PLAY_KEY}"))
         with pytest.raises(UserError, match=f"got 127.0.0.1:{port} .*in use"):
-            program_parts(world, paths["actor"], ask_once, sampling=sampling)
+            build_program(ask_once, sampling=sampling)
     ASKED.clear()
-    program_parts(world, paths["actor"], ask_once, sampling=sampling).sampler.sample(PROMPTS, step=1)
+    build_program(ask_once, sampling=sampling).sampler.sample(PROMPTS, step=1)
     assert len(ASKED) == 6
     assert all(url.startswith(f"http://127.0.0.1:{port}/episodes/") and key == "a-key" for url, key in ASKED)
     monkeypatch.delenv("PLAY_KEY")
     with pytest.raises(UserError, match=r"rollout.endpoint.api_key: .* PLAY_KEY is not set"):
-        program_parts(world, paths["actor"], ask_once, sampling=sampling)
+        build_program(ask_once, sampling=sampling)
     with pytest.raises(UserError, match="to each rank of a host, got 65535 and 2 ranks: choose a lower one"):
         build_runner(
             EnvironmentConfig(program=f"{__name__}:ask_once"),

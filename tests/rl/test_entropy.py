@@ -16,13 +16,12 @@ from hybrid_rlhf.configs.sections.algorithm import EntropyConfig
 from hybrid_rlhf.functional.advantages import covariance_terms
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm
-from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.batch import Batch
 from hybrid_rlhf.rl.rollouts.entropy import EntropyController, select_tokens
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
-from tests.support.rl import ALGORITHM, build_parts, collect, rollout_of
+from tests.support.rl import ALGORITHM, collect, rollout_of
 
 CPU = solo_world(torch.device("cpu"))
 PROMPTS, SAMPLES, WIDTH = 6, 2, 12
@@ -143,9 +142,9 @@ def watched(kind: type[Algorithm]) -> type[Algorithm]:
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "gmpo", "cispo", "sapo", "vespo"])
-def test_clip_cov_leaves_selected_tokens_no_policy_gradient(name: str, world: World, paths: dict[str, str]) -> None:
+def test_clip_cov_leaves_selected_tokens_no_policy_gradient(name: str, world: World, build: Any) -> None:
     """Catches a gradient at a selected token, one that is lost elsewhere, and a changed denominator."""
-    parts = build_parts(world, paths)
+    parts = build()
     batch, plan = collect(parts)
     rows, mini_batch = plan.mini_batches(world)[0][0], MiniBatch(plan.tokens[0], plan.sequences[0])
     mask = batch.rollout.response_mask
@@ -163,10 +162,10 @@ def test_clip_cov_leaves_selected_tokens_no_policy_gradient(name: str, world: Wo
     assert (plain[mask] != 0).all() and torch.equal(clipped[mask & ~marks], plain[mask & ~marks])
 
 
-def test_kl_cov_penalizes_the_change_of_selected_tokens(world: World, paths: dict[str, str]) -> None:
+def test_kl_cov_penalizes_the_change_of_selected_tokens(world: World, build: Any) -> None:
     """Catches a penalty at other tokens, of the signed change, or with other weights than the loss."""
     config = replace(ALGORITHM, kl=None, entropy=EntropyConfig(method="kl_cov", coef=0.5))
-    parts = build_parts(world, paths, algorithm=config)
+    parts = build(algorithm=config)
     batch, plan = collect(parts)
     assert batch.selected is not None and int(batch.selected.sum()) == 1, "one token at least"
     rows, mini_batch = plan.mini_batches(world)[0][0], MiniBatch(plan.tokens[0], plan.sequences[0])
@@ -174,9 +173,8 @@ def test_kl_cov_penalizes_the_change_of_selected_tokens(world: World, paths: dic
     marks = mask & (torch.arange(mask.shape[1]) % 2 == 0)
     moved = batch.rollout.old_logprobs + 0.3 * (torch.arange(mask.shape[1]) % 4 - 1)
     batch = replace(batch, rollout=replace(batch.rollout, old_logprobs=moved), selected=marks).rows(rows)
-    policy_loss = PolicyLoss(parts.roles.actor, PPO(config), temperature=0.8, max_tokens=10)
-    loss, current = policy_loss(batch, mini_batch)
-    without, _ = policy_loss(replace(batch, selected=None), mini_batch)
+    loss, current = parts.updater.policy_loss(batch, mini_batch)
+    without, _ = parts.updater.policy_loss(replace(batch, selected=None), mini_batch)
     expected = 0.0
     for row, place in batch.selected.nonzero().tolist():  # type: ignore[union-attr]
         expected += 0.5 * abs(float(current[row, place]) - float(batch.rollout.old_logprobs[row, place]))  # type: ignore[index]
@@ -218,10 +216,10 @@ def test_the_measured_entropy_is_a_mean_over_response_tokens() -> None:
     assert controller.measured(one, CPU) == pytest.approx(float(rollout.entropy[first]), abs=1e-9)
 
 
-def test_one_update_reads_the_rollout_first(world: World, paths: dict[str, str]) -> None:
+def test_one_update_reads_the_rollout_first(build: Any) -> None:
     """Catches a selection by the sampler's log-probs, and a target without an entropy to compare."""
     for entropy in (EntropyConfig(), EntropyConfig(method="adaptive")):
         config = replace(ALGORITHM, epochs=1, entropy=entropy)
-        batch, _ = collect(build_parts(world, paths, algorithm=config))
+        batch, _ = collect(build(algorithm=config))
         assert config.updates_once and batch.rollout.entropy is not None
         assert (batch.selected is None) == (entropy.method == "adaptive")

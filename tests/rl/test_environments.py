@@ -45,12 +45,14 @@ from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
+from tests.support.ahead import rollout_line
 from tests.support.families import variant
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import chat_row, episode_parts, whole
 from tests.support.routes import module_routes
+from tests.support.steps import run_outputs, write_lines
 from tests.support.templates import FAMILIES, tokenizer_of
-from tests.support.tiny import CHATML, tiny_model, tiny_tokenizer
+from tests.support.tiny import CHATML, tiny_tokenizer
 
 CPU = torch.device("cpu")
 STOP = tuple(range(3, 60))
@@ -63,6 +65,7 @@ SAMPLING = RolloutConfig(
 ALGORITHM = GRPOConfig(kl=None, loss_normalization="token", mini_batches=1)
 
 
+SHORT: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 12}
 PROMPTS = [chat_row("a", turns=3), chat_row("bcd", turns=1), chat_row("ef", turns=9)]
 
 
@@ -95,7 +98,7 @@ class Waiting(Scripted):
         return super().step(completion)
 
 
-def build(
+def build_environment(
     world: World,
     path: str,
     kind: Any = Scripted,
@@ -108,6 +111,12 @@ def build(
     """An actor with an environment and no other reward."""
     config = EnvironmentConfig(path=f"{kind.__module__}:{kind.__name__}", options=options or {}, **settings)
     return episode_parts(world, path, config, sampling=sampling, algorithm=algorithm, stop_token_ids=STOP)
+
+
+@pytest.fixture
+def build(world: World, paths: dict[str, str]) -> Any:
+    """The same of the tiny actor."""
+    return partial(build_environment, world, paths["actor"])
 
 
 def scored(parts: RLParts, rollout: Rollout) -> Rollout:
@@ -135,25 +144,23 @@ class Uneven(Scripted):
         return super().step(completion)
 
 
-def test_the_time_of_tools_changes_no_bit(world: World, paths: dict[str, str]) -> None:
+def test_the_time_of_tools_changes_no_bit(build: Any) -> None:
     """Which turns are decoded together changes the last bits of log-probs, and a run would not resume bit for bit."""
-    of_scripted, of_uneven = (build(world, paths["actor"], kind).sampler for kind in (Scripted, Uneven))
+    of_scripted, of_uneven = (build(kind).sampler for kind in (Scripted, Uneven))
     expected = of_scripted.sample(PROMPTS, step=1)
     found = of_uneven.sample(PROMPTS, step=1)
     for name in ("input_ids", "sampled_logprobs", "drawn_logprobs", "turn_rewards"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
-def test_stop_strings_end_a_turn_where_they_are_complete(world: World, paths: dict[str, str]) -> None:
-    free = build(world, paths["actor"], max_turns=1, max_turn_tokens=12)
+def test_stop_strings_end_a_turn_where_they_are_complete(build: Any) -> None:
+    free = build(max_turns=1, max_turn_tokens=12)
     tokenizer, whole = tiny_tokenizer(), free.sampler.sample(PROMPTS, step=1)
     said = [whole.input_ids[place, turns_of(whole, place)[0]].tolist() for place in range(6)]
     stop = tokenizer.decode(max(said, key=len))[3:5]  # what one of them says midway
     cut = [next((n for n in range(1, len(ids)) if stop in tokenizer.decode(ids[:n])), len(ids)) for ids in said]
     assert any(n < len(ids) for n, ids in zip(cut, said, strict=True))
     held = build(
-        world,
-        paths["actor"],
         max_turns=2,
         max_turn_tokens=12,
         options={"stop_strings": [stop]},
@@ -174,11 +181,10 @@ def test_stop_strings_end_a_turn_where_they_are_complete(world: World, paths: di
 
 
 @pytest.mark.parametrize("kind", [Scripted, Waiting])
-def test_an_episode_is_what_was_sampled_and_what_was_told(kind: Any, world: World, paths: dict[str, str]) -> None:
-    parts = build(world, paths["actor"], kind, max_turns=3, max_turn_tokens=12)
+def test_an_episode_is_what_was_sampled_and_what_was_told(kind: Any, world: World, build: Any) -> None:
+    parts = build(kind, **SHORT)
     rollout = parts.sampler.sample(PROMPTS, step=1)
     tokenizer = tiny_tokenizer()
-    assert rollout.turn_rewards is not None
     for place in range(6):
         prompt, runs = PROMPTS[place // 2], turns_of(rollout, place)
         wanted = json.loads(prompt["columns"])["turns"]
@@ -205,9 +211,9 @@ def test_an_episode_is_what_was_sampled_and_what_was_told(kind: Any, world: Worl
     assert told["environment/truncated"] == pytest.approx(1 - float(rollout.stopped.float().mean()))
 
 
-def test_all_that_follows_the_prompt_fits_in_max_new_tokens(world: World, paths: dict[str, str]) -> None:
+def test_all_that_follows_the_prompt_fits_in_max_new_tokens(build: Any) -> None:
     sampling = replace(SAMPLING, sampling=replace(SAMPLING.sampling, max_new_tokens=64))
-    parts = build(world, paths["actor"], sampling=sampling, max_turns=50, max_turn_tokens=6)
+    parts = build(sampling=sampling, max_turns=50, max_turn_tokens=6)
     rollout = parts.sampler.sample(PROMPTS, step=1)
     followed = rollout.lengths - torch.tensor([len(PROMPTS[i // 2]["input_ids"]) for i in range(6)])
     assert int(followed.max()) <= 64 and not rollout.stopped[4:].any()
@@ -221,9 +227,7 @@ def test_all_that_follows_the_prompt_fits_in_max_new_tokens(world: World, paths:
 def test_episodes_have_the_experts_of_all_their_turns(replays: bool, world: World, tmp_path: Path) -> None:
     model = variant("qwen3_moe")
     model.save_pretrained(tmp_path)
-    parts = build(
-        world, str(tmp_path), sampling=replace(SAMPLING, routing_replay=replays), max_turns=3, max_turn_tokens=12
-    )
+    parts = build_environment(world, str(tmp_path), sampling=replace(SAMPLING, routing_replay=replays), **SHORT)
     rollout = parts.sampler.sample(PROMPTS, step=1)
     assert any(len(turns_of(rollout, place)) == 3 for place in range(len(rollout)))
     routes = rollout.padded_routes
@@ -235,34 +239,21 @@ def test_episodes_have_the_experts_of_all_their_turns(replays: bool, world: Worl
     assert scored(parts, rollout).routes is not None, "the update's forward compares them"
 
 
-def test_scores_are_the_environments_and_rewards_lie_where_they_were_earned(
-    world: World, paths: dict[str, str]
-) -> None:
-    parts = build(world, paths["actor"], max_turns=3, max_turn_tokens=12)
+def test_scores_are_the_environments_and_rewards_lie_where_they_were_earned(world: World, build: Any) -> None:
+    parts = build(**SHORT)
     rollout = parts.scorer.score(PROMPTS, parts.sampler.sample(PROMPTS, step=1, greedy=True), greedy=True)
     scores, turn_rewards = rollout.scores, rollout.turn_rewards
-    assert scores is not None and turn_rewards is not None
-    assert scores.tolist() == [6, 6, 1, 1, 6, 6] and rollout.greedy_scores is not None
+    assert scores.tolist() == [6, 6, 1, 1, 6, 6]
     assert rollout.greedy_scores.tolist() == [6, 6, 1, 1, 6, 6] and rollout.metrics["environment/turns"] > 2
     rollout = parts.scorer.compute_logprobs(rollout, parts.planner.plan(rollout))
     torch.testing.assert_close(parts.estimate(rollout, kl_coef=0.0).rewards, turn_rewards)
-    clipping = build(
-        world, paths["actor"], max_turns=3, max_turn_tokens=12, algorithm=replace(ALGORITHM, score_clip=5.0)
-    )
+    clipping = build(**SHORT, algorithm=replace(ALGORITHM, score_clip=5.0))
     batch = clipping.estimate(rollout, kl_coef=0.0)
     assert batch.rewards.sum(dim=1).tolist() == pytest.approx([5, 5, 1, 1, 5, 5], abs=1e-5)
     factor = torch.tensor([5 / 6, 5 / 6, 1, 1, 5 / 6, 5 / 6])[:, None]
     torch.testing.assert_close(batch.rewards, turn_rewards * factor)  # a clip scales every turn
     assert rollout_metrics(batch, world)["objective/score_clipfrac"] == pytest.approx(4 / 6)
-    assert batch.rollout.greedy_scores.tolist() == [5, 5, 1, 1, 5, 5], "and from a baseline"  # type: ignore[union-attr]
-    scaling = build(
-        world, paths["actor"], max_turns=3, max_turn_tokens=12, algorithm=replace(ALGORITHM, score_scaling="running")
-    )
-    rewards = scaling.estimate(rollout, kl_coef=0.0).rewards
-    deviation = float(scores.std())
-    torch.testing.assert_close(rewards.sum(dim=1), (scores - scores.mean()) / deviation)
-    first = turns_of(rollout, 0)[0][-1]
-    assert float(rewards[0, first]) == pytest.approx(1 / deviation), "and scaling holds for each part"
+    assert batch.rollout.greedy_scores.tolist() == [5, 5, 1, 1, 5, 5], "and from a baseline"
 
 
 def on_ranks(world: World, path: str, sizes: list[int]) -> list[dict[str, Any]]:
@@ -272,12 +263,14 @@ def on_ranks(world: World, path: str, sizes: list[int]) -> list[dict[str, Any]]:
 
 def _on_ranks(world: World, path: str, tensor_parallel: int) -> dict[str, Any]:
     sampling = replace(SAMPLING, tensor_parallel=tensor_parallel)
-    parts = build(world, path, sampling=sampling, max_turns=3, max_turn_tokens=12)
+    parts = build_environment(world, path, sampling=sampling, **SHORT)
     rollout = parts.scorer.score(PROMPTS, parts.sampler.sample(PROMPTS, step=1))
     result = {name: tensor.tolist() for name, tensor in whole(rollout, world).tensors().items()}
     one = parts.sampler.sample(PROMPTS[:1], step=2)  # a rank has no share
     result["one"] = whole(one, world).input_ids.tolist()
-    failing = build(world, path, Failing, sampling=sampling, options={"how": "raise", "where": "c"}, max_turns=2)
+    failing = build_environment(
+        world, path, Failing, sampling=sampling, options={"how": "raise", "where": "c"}, max_turns=2
+    )
     try:
         failing.sampler.sample(PROMPTS, step=1)
     except UserError as error:
@@ -349,18 +342,18 @@ class Failing(Scripted):
     ],
 )
 def test_an_environment_that_fails_stops_the_run_or_ends_its_episode(
-    how: str, at: int, reason: str, world: World, paths: dict[str, str], log_lines: list[str]
+    how: str, at: int, reason: str, build: Any, log_lines: list[str]
 ) -> None:
     limit = 1.0 if how == "sleep" else 30.0  # a loaded machine is no fault of the others
-    settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 12, "timeout_seconds": limit}
+    settings = {**SHORT, "timeout_seconds": limit}
     options = {"how": how, "where": "e", "at": at}
-    parts = build(world, paths["actor"], Failing, options=options, **settings)
+    parts = build(Failing, options=options, **settings)
     with pytest.raises(
         UserError, match=f"environment .*:Failing failed in 2 of 6 episodes: {reason}.*; fix it"
     ) as told:
         parts.sampler.sample(PROMPTS, step=1)
     assert "\n" not in str(told.value)
-    parts = build(world, paths["actor"], Failing, options=options, on_failure="zero", **settings)
+    parts = build(Failing, options=options, on_failure="zero", **settings)
     rollout = parts.sampler.sample(PROMPTS, step=1)
     assert [len(turns_of(rollout, place)) for place in range(6)] == [3, 3, 1, 1, max(at, 1), max(at, 1)]
     scores = parts.scorer.score(PROMPTS, rollout).scores.tolist()
@@ -386,7 +379,7 @@ def test_calls_run_at_once_and_a_blocked_loop_is_left() -> None:
 
     start = time.perf_counter()
     assert calls([wait] * 50) == [3] * 50 and calls([lambda: time.sleep(0.2)] * 20) == [None] * 20
-    assert time.perf_counter() - start < 1.0
+    assert time.perf_counter() - start < 5.0, "one after the other they take 14 seconds"
     quick = EnvironmentCalls(timeout_seconds=0.2, device=CPU, threads=32)
 
     async def leave() -> None:
@@ -475,10 +468,10 @@ def test_each_attempt_has_the_whole_time_and_only_coroutines_are_repeated_after_
     assert tries == ["function"] * 2 + ["coroutine"] * 2
 
 
-def test_reset_may_give_the_prompt(world: World, paths: dict[str, str]) -> None:
+def test_reset_may_give_the_prompt(build: Any) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     for opening, expected in (("u", messages[1:]), (messages, messages)):
-        parts = build(world, paths["actor"], options={"opening": opening}, max_turns=1)
+        parts = build(options={"opening": opening}, max_turns=1)
         rollout = parts.sampler.sample(PROMPTS, step=1)
         ids = encode_prompt(expected, tiny_tokenizer())
         assert all(rollout.input_ids[place, : turns_of(rollout, place)[0][0]].tolist() == ids for place in range(6))
@@ -716,31 +709,27 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
         (None, 1.0, True),
     ]
     rows = dict(re.findall(r"^\| `environment\.(\w+)` \| (\S+) \|", page, re.MULTILINE))
-    plain = {field.name: getattr(EnvironmentConfig(path="a:B"), field.name) for field in fields(EnvironmentConfig)}
-    plain["path"] = None  # the section is null until it is given
-    shown = {name: "none" if value is None else f"`{value}`" for name, value in plain.items()}
-    assert {name: value.strip("`") for name, value in rows.items()} == {
-        name: value.strip("`").removesuffix(".0") for name, value in shown.items()
-    }
+    defaults = {field.name: getattr(EnvironmentConfig(path="a:B"), field.name) for field in fields(EnvironmentConfig)}
+    defaults["path"] = None  # the section is null until it is given
+    shown = {name: "none" if value is None else str(value).removesuffix(".0") for name, value in defaults.items()}
+    assert {name: value.strip("`") for name, value in rows.items()} == shown
 
 
 def test_with_an_environment_no_reward_model_is_needed() -> None:
     line = "--steps sft,rl --rl.environment.path a:B".split()
     config = train.parse_config(train.PipelineConfig, line, prog="train.py", defaults=train.DEMO)
-    trained, without = (
-        replace(config, steps="sft,reward,rl"),
-        replace(config, rl=replace(config.rl, environment=None)),
-    )
-    for view, expected in ((config, []), (trained, ["step2_reward"]), (without, ["step2_reward"])):
+    without = replace(config, rl=replace(config.rl, environment=None))
+    for view, expected in (
+        (config, []),
+        (replace(config, steps="sft,reward,rl"), ["step2_reward"]),
+        (without, ["step2_reward"]),
+    ):
         components = train.step_config("rl", view).reward.components
         assert [Path(path).name for path in components] == expected
 
 
-def test_a_run_learns_from_an_environment_alone(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{i}", "turns": 1 + i % 3}) + "\n" for i in range(24)))
+def test_a_run_learns_from_an_environment_alone(model_folder: Path, tmp_path: Path) -> None:
+    rows = write_lines(tmp_path / "rows.jsonl", ({"prompt": f"{i}", "turns": 1 + i % 3} for i in range(24)))
     own = tmp_path / "mine.py"
     own.write_text(
         "class Counting:\n    def __init__(self, weight): self.weight, self.turn = weight, 0\n"
@@ -750,29 +739,22 @@ def test_a_run_learns_from_an_environment_alone(tmp_path: Path) -> None:
     )
     folder = tmp_path / "run"
     settings = (
-        f"--algorithm grpo --model.path {tmp_path}/model --data.sources {rows} --data.cache_dir {tmp_path}/cache "
-        f"--data.max_eval_rows 4 --output_dir {folder} --environment.path {own}:Counting "
-        "--environment.max_turn_tokens 8 --environment.max_turns 2 --rollout.prompts_per_step 3 "
-        "--rollout.sampling.n 2 --rollout.sampling.max_new_tokens 64 --rollout.max_prompt_tokens 48 "
-        "--actor.optimizer.lr 1e-3 --algorithm.mini_batches 2 --train.max_steps 3 --train.save_every 1 "
-        "--logging.sinks [] --logging.samples_every 1"
+        f"--algorithm grpo --reward.components [] --environment.path {own}:Counting --environment.max_turn_tokens 8 "
+        "--environment.max_turns 2 --rollout.sampling.n 2 --rollout.sampling.max_new_tokens 64 "
+        "--rollout.max_prompt_tokens 48 --algorithm.mini_batches 2 --logging.samples_every 1"
     )
-    line = [*settings.split(), "--environment.options", "{weight: 0.1}"]
+    line = rollout_line(folder, model_folder, rows, *settings.split(), "--environment.options", "{weight: 0.1}")
     run_main("hybrid_rlhf.cli.rl", 1, line)
-    told = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [metrics["step"] for metrics in told] == [0, 1, 2, 3]
+    whole = run_outputs(folder)
+    told = whole["metrics"]
     assert all(math.isfinite(value) for metrics in told for value in metrics.values())
     for metrics in told[1:]:
         assert 1 <= metrics["environment/turns"] <= 2 and 0 < metrics["environment/truncated"] <= 1
         assert metrics["objective/scores"] == pytest.approx(metrics["environment/reward"], abs=1e-5)
         assert metrics["rollout/logprob_abs_diff_max"] < 1e-3 and metrics["actor/grad_norm"] > 0
-        assert metrics["time/environment_seconds"] > 0
     assert "eval/environment/turns" in told[0] and "reward/model/mean" not in told[1]
-    samples = [json.loads(text) for text in (folder / "samples.jsonl").read_text().splitlines()]
-    assert any("tool\ngo on" in sample["completion"] for sample in samples)
+    assert any("tool\\ngo on" in sample for sample in whole["samples"])
     (folder / "finished.json").unlink()
-    weights = (folder / "actor" / "model.safetensors").read_bytes()
-    for newest in (folder / "checkpoints").glob("step_3*"):
-        newest.rename(tmp_path / newest.name)
+    shutil.rmtree(folder / "checkpoints" / "step_4")
     run_main("hybrid_rlhf.cli.rl", 1, [*line, "--resume", "auto"])
-    assert (folder / "actor" / "model.safetensors").read_bytes() == weights
+    assert run_outputs(folder) == whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from hybrid_rlhf.rl.metrics import staleness_metrics
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from tests.support.ahead import (
@@ -28,7 +29,6 @@ from tests.support.ahead import (
     STOP_TOKEN_IDS,
     build_sampling_actor,
     change_weights,
-    metrics_without_times,
     rollout_line,
     trained_logprobs,
 )
@@ -36,19 +36,10 @@ from tests.support.faults import run_step
 from tests.support.marks import faults
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import whole
-from tests.support.steps import write_rows
+from tests.support.steps import run_outputs, write_rows
 
 STEPS, PER_STEP, EXTRA, LONGEST = 4, 4, 2, 24
 Step = tuple[list[int], Rollout]
-
-
-class State(NamedTuple):
-    """Of a checkpoint."""
-
-    taken: dict[str, int]
-    ahead: list[dict[str, Any]]
-    carried: dict[str, Any] | None
-    tensors: dict[str, Tensor]
 
 
 def partial_of(actor: HybridEngine, stream: RowStream, lag: int, *, max_lag: int = 4) -> AsyncSampler:
@@ -91,11 +82,6 @@ def _taken(ahead: AsyncSampler, step: int, world: World) -> Step:
     return rows, whole(rollout, world)
 
 
-def versions_of(rollout: Rollout) -> list[list[int]]:
-    """Of the tokens of each completion."""
-    return [row[mask].tolist() for row, mask in zip(rollout.weight_versions, rollout.response_mask, strict=True)]
-
-
 def assert_each_prompt_once(steps: list[Step]) -> None:
     for rows, rollout in steps:
         assert len(rows) == PER_STEP and len(rollout) == 2 * PER_STEP
@@ -103,10 +89,8 @@ def assert_each_prompt_once(steps: list[Step]) -> None:
             for sample in (2 * place, 2 * place + 1):
                 ids = rollout.input_ids[sample][~rollout.response_mask[sample] & rollout.attention_mask[sample]]
                 assert ids.tolist() == [5 + row, 7, 9], "completions belong to their prompts"
-        ends = [ids[mask][-1] for ids, mask in zip(rollout.input_ids, rollout.response_mask, strict=True)]
-        lengths = rollout.response_mask.sum(dim=1)
-        for end, length, stopped in zip(ends, lengths, rollout.stopped, strict=True):
-            assert bool(stopped) == (int(end) in STOP_TOKEN_IDS) and (bool(stopped) or length == LONGEST)
+        for tokens, stopped in zip(tokens_of(rollout, rollout.input_ids), rollout.stopped.tolist(), strict=True):
+            assert stopped == (tokens[-1] in STOP_TOKEN_IDS) and (stopped or len(tokens) == LONGEST)
     trained = sorted(row for rows, _ in steps for row in rows)
     assert trained == sorted(RowStream(PROMPTS, epochs=1, seed=0).take(STEPS * PER_STEP))
 
@@ -147,7 +131,7 @@ def test_every_prompt_is_trained_on_once_by_tokens_of_the_weights_that_they_say(
         spans = []
         for number, (_, rollout) in enumerate(steps):
             newest = max(0, number - lag)
-            for versions in versions_of(rollout):
+            for versions in tokens_of(rollout, rollout.weight_versions):
                 assert versions == sorted(versions) and versions[-1] <= newest
                 assert versions[0] >= newest - max_lag
                 spans.append(len(set(versions)))
@@ -170,8 +154,13 @@ def whole_steps(world: World, path: str) -> dict[int, list[list[int]]]:
     return found
 
 
+def tokens_of(rollout: Rollout, values: Tensor) -> list[list[int]]:
+    """What a tensor has for the tokens of each completion."""
+    return [row[mask].tolist() for row, mask in zip(values, rollout.response_mask, strict=True)]
+
+
 def tokens_by_row(rows: list[int], rollout: Rollout) -> dict[int, list[list[int]]]:
-    tokens = [ids[mask].tolist() for ids, mask in zip(rollout.input_ids, rollout.response_mask, strict=True)]
+    tokens = tokens_of(rollout, rollout.input_ids)
     return {row: tokens[2 * place : 2 * place + 2] for place, row in enumerate(rows)}
 
 
@@ -193,52 +182,6 @@ def test_carried_completions_are_those_of_whole_rollouts(model_folder: Path, tmp
         assert by_groups.setdefault(ranks, [rows for rows, _ in steps]) == [rows for rows, _ in steps]
 
 
-def begun(world: World, path: str, lag: int) -> tuple[list[Step], State]:
-    """Two steps, and the checkpoint after them."""
-    actor, stream = build_sampling_actor(world, path)
-    ahead, taken = partial_of(actor, stream, lag), []
-    for step in (1, 2):
-        taken.append(_taken(ahead, step, world))
-        ahead.begin(step)
-        change_weights(actor, step)
-    later, carried = ahead.state_dict(), ahead.carried_state(world)
-    return taken, json.loads(json.dumps([stream.state_dict(), later, carried])) + [
-        world.all_gather_objects(ahead.tensors())
-    ]
-
-
-def continued(world: World, path: str, lag: int, state: list[Any]) -> list[Step]:
-    """The steps after a checkpoint."""
-    actor, stream = build_sampling_actor(world, path)
-    for step in (1, 2):
-        change_weights(actor, step)
-    ahead, (taken, later, carried, tensors) = partial_of(actor, stream, lag), state
-    stream.load_state_dict(taken)
-    ahead.load_state_dict(later, tensors, world, carried)
-    found = []
-    for step in (3, 4):
-        found.append(_taken(ahead, step, world))
-        ahead.begin(step)
-        change_weights(actor, step)
-    return found
-
-
-@pytest.mark.parametrize(("lag", "ranks"), [(1, 1), *(faults(*case) for case in [(0, 1), (1, 2)])])
-def test_carried_completions_resume(lag: int, ranks: int, model_folder: Path, tmp_path: Path) -> None:
-    path = str(model_folder)
-    uninterrupted = run_ranks(steps_of, ranks, tmp_path / "whole", path, lag, True, {})[0]
-    (before, state), *_ = run_ranks(begun, ranks, tmp_path / "begun", path, lag)
-    reasons = [reason for of_rank in state[2]["finish_reasons"] for reason in of_rank]
-    assert reasons and None in reasons
-    after = run_ranks(continued, ranks, tmp_path / "continued", path, lag, state)[0]
-    for (rows, rollout), (other_rows, other) in zip(uninterrupted, [*before, *after], strict=True):
-        assert rows == other_rows
-        one, two = rollout.tensors(), other.tensors()
-        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    elsewhere = run_ranks(continued, 3 - ranks, tmp_path / "elsewhere", path, lag, state)[0]
-    assert_each_prompt_once([*before, *elsewhere])
-
-
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -253,12 +196,11 @@ def test_a_run_resumes_with_carried_completions(
     start = rollout_line(folder, stopping_model, rows, "--algorithm", name, "--rollout.partial.extra_prompts", "1")
     start += ["--rollout.sampling.max_new_tokens", "24", "--logging.samples_every", "1", *more]
     run_main("hybrid_rlhf.cli.rl", 1, start)
-    whole, weights = metrics_without_times(folder), (folder / "actor" / "model.safetensors").read_bytes()
-    steps = [line for line in whole if "rollout/stale_updates" in line]
+    whole = run_outputs(folder)
+    steps = [line for line in whole["metrics"] if "rollout/stale_updates" in line]
     assert any(line["rollout/carried_ratio"] > 0 for line in steps)
     assert all(line["rollout/stale_updates"] <= line["rollout/stale_updates_max"] for line in steps)
-    samples = (folder / "samples.jsonl").read_text()
-    versions = [json.loads(line)["weight_versions"] for line in samples.splitlines()]
+    versions = [json.loads(line)["weight_versions"] for line in whole["samples"]]
     assert any(len(of_completion) > 1 for of_completion in versions)
     (folder / "finished.json").unlink()
     for step in (3, 4):
@@ -268,13 +210,10 @@ def test_a_run_resumes_with_carried_completions(
         assert run_step("hybrid_rlhf.cli.rl", 1, off, errors=tmp_path / "errors.txt") == [2]
         assert "partial rollouts have begun, got rollout.partial null" in (tmp_path / "errors.txt").read_text()
     run_main("hybrid_rlhf.cli.rl", 1, [*start, "--resume", "auto"])
-    assert metrics_without_times(folder) == whole
-    assert (folder / "samples.jsonl").read_text() == samples
-    assert (folder / "actor" / "model.safetensors").read_bytes() == weights
-
-
-def test_a_greedy_baseline_is_refused(model_folder: Path, tmp_path: Path) -> None:
-    start = rollout_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"), "--algorithm", "remax")
-    start += ["--rollout.partial.max_lag", "2"]
-    assert run_step("hybrid_rlhf.cli.rl", 1, start, errors=tmp_path / "errors.txt") == [2]
-    assert "greedy baseline of algorithm remax: leave it out" in (tmp_path / "errors.txt").read_text()
+    assert run_outputs(folder) == whole
+    (folder / "finished.json").unlink()
+    for step in (3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step}", ignore_errors=True)
+    run_main("hybrid_rlhf.cli.rl", 2, [*start, "--resume", "auto"])
+    prompt_rows = {(line["step"], line["group"]): line["prompt_row"] for line in read_lines(folder / "samples.jsonl")}
+    assert len({*prompt_rows.values()}) == len(prompt_rows) >= 8, "on other ranks too, each prompt once"

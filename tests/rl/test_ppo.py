@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ from hybrid_rlhf.engines.engine import Role
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner
-from hybrid_rlhf.rl.metrics import _explained_variance, rollout_metrics
+from hybrid_rlhf.rl.metrics import rollout_metrics
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import KLController
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.rl.updates.updater import Progress, Updater
 from hybrid_rlhf.runtime.world import World, solo_world
-from tests.support.rl import ALGORITHM, SAMPLING, build_parts, collect, rollout_of, score
+from tests.support.rl import ALGORITHM, SAMPLING, collect, rollout_of, score
 
 WHOLE = MiniBatch(tokens=1.0, sequences=1.0)
 
@@ -30,8 +31,8 @@ CPU = solo_world(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_the_first_mini_batch_has_ratio_1_exactly(lora_rank: int, world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths, lora_rank=lora_rank)
+def test_the_first_mini_batch_has_ratio_1_exactly(lora_rank: int, world: World, build: Any) -> None:
+    parts = build(lora_rank=lora_rank)
     batch, plan = collect(parts, mini_batches=2)
     updater = parts.updater
     for indices in plan.mini_batches(world)[0]:
@@ -43,8 +44,8 @@ def test_the_first_mini_batch_has_ratio_1_exactly(lora_rank: int, world: World, 
     assert float(loss.stats["approxkl"]) > 0, "and no longer after an update"
 
 
-def test_a_batch_is_what_the_roles_compute_of_each_row_alone(world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths, algorithm=replace(ALGORITHM, whiten_advantages=False))
+def test_a_batch_is_what_the_roles_compute_of_each_row_alone(build: Any) -> None:
+    parts = build(algorithm=replace(ALGORITHM, whiten_advantages=False))
     batch, _ = collect(parts)
     rollout, roles = batch.rollout, parts.roles
     assert len(set(rollout.lengths.tolist())) > 1
@@ -70,8 +71,8 @@ def test_a_batch_is_what_the_roles_compute_of_each_row_alone(world: World, paths
     assert float((rollout.sampled_logprobs - rollout.old_logprobs).abs().max()) < 1e-5
 
 
-def test_an_actor_with_adapters_is_its_own_reference(world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths, lora_rank=4)
+def test_an_actor_with_adapters_is_its_own_reference(build: Any) -> None:
+    parts = build(lora_rank=4)
     batch, plan = collect(parts)
     assert float(batch.rollout.kl.abs().max()) == 0, "the policy is the reference before the first update"
     parts.updater.update(batch, [plan])
@@ -98,8 +99,8 @@ def gradients(roles: Roles, batch: Batch, micro: MicroBatches, which: str) -> li
 
 
 @pytest.mark.parametrize("which", ["actor", "critic"])
-def test_no_split_into_micro_batches_changes_the_gradient(which: str, world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths)
+def test_no_split_into_micro_batches_changes_the_gradient(which: str, build: Any) -> None:
+    parts = build()
     batch, _ = collect(parts)
     whole = gradients(parts.roles, batch, MicroBatches(8), which)
     assert whole and any(g.abs().max() > 1e-4 for g in whole)
@@ -109,11 +110,11 @@ def test_no_split_into_micro_batches_changes_the_gradient(which: str, world: Wor
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
 
 
-def test_ptx_text_moves_the_actor_and_is_logged(world: World, paths: dict[str, str]) -> None:
+def test_ptx_text_moves_the_actor_and_is_logged(build: Any) -> None:
     row = {"input_ids": [3, 4, 5, 6], "loss_mask": [False, True, True, True]}
     losses = []
     for coef in (0.0, 1.0):
-        parts = build_parts(world, paths)
+        parts = build()
         batch, plan = collect(parts)
         frozen = replace(batch, advantages=torch.zeros_like(batch.advantages))
         batches = iter([[collate_tokens([row], 0)]] * 9)
@@ -123,8 +124,8 @@ def test_ptx_text_moves_the_actor_and_is_logged(world: World, paths: dict[str, s
     assert losses[1][2] < losses[1][0]
 
 
-def test_ptx_is_a_mean_over_the_tokens_that_have_a_log_prob(world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths)
+def test_ptx_is_a_mean_over_the_tokens_that_have_a_log_prob(build: Any) -> None:
+    parts = build()
     batch, plan = collect(parts)
     text = {"input_ids": [3, 4, 5], "loss_mask": [True, True, True]}  # plain text is learned from its first token on
     texts = iter([[collate_tokens([text], 0)]])
@@ -162,6 +163,10 @@ def test_rollout_metrics_have_closed_forms() -> None:
     assert metrics["completions/mean_length"] == 1.5
     assert metrics["completions/clipped_ratio"] == 0.5
     assert metrics["rollout/logprob_abs_diff_mean"] == metrics["rollout/logprob_abs_diff_max"] == 0.5
+    returns = torch.tensor([[9.0, 1, 2], [9.0, 4, 9]])
+    for values, explained in ((returns, 1.0), (torch.full((2, 3), 0.3), 0.0)):
+        learned = replace(batch, returns=returns, rollout=replace(rollout, old_values=values))
+        assert rollout_metrics(learned, CPU)["val/explained_variance"] == pytest.approx(explained, abs=1e-5)
 
 
 def test_the_first_values_are_0_unless_critic_path_names_a_scorer(world: World, paths: dict[str, str]) -> None:
@@ -201,19 +206,6 @@ def test_a_value_head_of_zeros_learns_faster_than_trained_layers(
         assert [tuple(weight.shape) for weight in groups[2]["params"]] == [(1, 32)]
 
 
-def test_explained_variance_is_1_for_a_perfect_critic() -> None:
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    returns = torch.randn(2, 3)
-
-    def variance(values: torch.Tensor) -> float | None:
-        zero = torch.zeros(2, 3)
-        rollout = rollout_of(mask, mask, sampled_logprobs=returns, old_logprobs=zero, old_values=values)
-        return _explained_variance(Batch(rollout, zero, zero, returns), CPU)
-
-    assert variance(returns) == 1.0
-    assert variance(torch.full((2, 3), 0.3)) == pytest.approx(0.0, abs=1e-5)
-
-
 def test_plans_give_every_row_once_and_equal_work() -> None:
     torch.manual_seed(0)
     lengths = torch.randint(2, 9, (16,))
@@ -251,9 +243,9 @@ def test_the_kl_controller_follows_ziegler() -> None:
     assert fixed.kl_coef == 0.2
 
 
-def test_a_row_that_two_roles_skip_is_reported_once(world: World, paths: dict[str, str]) -> None:
+def test_a_row_that_two_roles_skip_is_reported_once(world: World, build: Any) -> None:
     """Each role wrote it out."""
-    parts = build_parts(world, paths)
+    parts = build()
     batch, plan = collect(parts)
     progress = Progress(world.device)
     assert parts.updater._skipped(progress, batch.rollout, plan.index) is None

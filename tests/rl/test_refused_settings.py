@@ -1,16 +1,23 @@
-"""Settings of RL that cannot be, and what is said of them."""
+"""Settings and models of RL that cannot be, and what is said of them."""
 
 from __future__ import annotations
 
+import json
 import shlex
+from pathlib import Path
 
 import pytest
 
+from hybrid_rlhf.cli.rl import main
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.runtime.command_line import parse_config
+from tests.support.ahead import rollout_line
+from tests.support.steps import write_rows
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 STREAMING = "--rollout.streaming.max_lag 2"
+CURRICULUM = "--algorithm grpo --train.epochs 9 --rollout.curriculum.revisit 0.2"
 REFUSED = {
     "--algorithm grpo --rollout.sampling.n 1": "algorithm grpo compares completions of one prompt, got "
     "rollout.sampling.n 1: give 2 or more",
@@ -74,7 +81,58 @@ REFUSED = {
     "--environment.program a:b --environment.options '{d: {1: 2}}'": "options are names",
     "--environment.path a:B --environment.options '{d: .nan}'": "options are names",
     "--environment.options '{tries: 2}'": "environment.path must be module:Class",
+    "--rollout.routing_replay true --rollout.backend module": "backend module has no inference weights, got "
+    "rollout.routing_replay True",
+    "--rollout.routing_replay true --algorithm raft": "routing_replay is for losses on the policy that sampled, got "
+    "algorithm raft",
+    "--rollout.routing_replay true --algorithm online_dpo": "routing_replay is for losses on the policy that sampled, "
+    "got algorithm online_dpo",
+    "--environment.program x --environment.path m:C": "an environment is a class or a program",
+    "--environment.program x": "environment.program must be module:function",
+    "--environment.program m:f --environment.max_observation_tokens 3": "max_observation_tokens is read with "
+    "environment.path",
+    "--environment.program m:f --algorithm online_dpo": "got algorithm online_dpo, which counts completions",
+    "--environment.max_turns 2": "give the class, environment.program, or --rollout.endpoint true",
+    "--environment.path m:C --rollout.endpoint true": "rollout.endpoint is for programs, got environment.path m:C",
+    "--rollout.endpoint.api_key plain": "rollout.endpoint.api_key must be ${NAME}",
+    "--rollout.endpoint.host 0.0.0.0": "api_key must be given where other machines connect, got none",
+    "--algorithm.kl.where loss": "got algorithm.kl.where loss: take k2 or k3",
+    f"{CURRICULUM} --rollout.sampling.n 1 --algorithm reinforce": "rollout.curriculum takes the pass rate of a "
+    "prompt's completions, got rollout.sampling.n 1: give 2 or more",
+    f"{CURRICULUM} --train.epochs 1": "rollout.curriculum skips prompts by their earlier visits, got train.epochs 1: "
+    "give 2 or more",
+    f"{CURRICULUM} --rollout.curriculum.min_pass_rate 0.95": "rollout.curriculum.min_pass_rate must be at most "
+    "max_pass_rate 0.9, got 0.95: lower it",
+    f"{CURRICULUM} --rollout.curriculum.revisit 0": "rollout.curriculum.revisit must be in (0, 1], got 0.0: raise it, "
+    "for example to 0.1",
 }
+
+COMPONENTS_REFUSED = {
+    "{}": "got none",
+    "{model: m, urls: [http://h]}": "got model and urls",
+    "{function: f}": "is module:function",
+    "{urls: [host/score]}": "a URL is http",
+    "{urls: [ftp://host]}": "a URL is http",
+    "{model: m, name: a/b}": "a name has letters",
+    "{model: m, timeout_seconds: 0}": "timeout_seconds must be above 0",
+    "{model: m, retries: -1}": "retries must be 0 or more",
+    "{model: m, batch_size: 0}": "batch_size must be 1 or more",
+    "{model: m, api_key_env: KEY}": "m has no urls, got api_key_env KEY",
+    "{function: a:b, normalize: true}": "b is no model, got normalize True: leave it out",
+    "{function: a:b, steps: min}": "b is no model, got steps min: leave it out",
+    "{function: a:b, verifier: math}": "has one of model, function, urls and verifier, got function and ver",
+    "{function: a:b, column: x}": "b is no verifier, got column x: leave it out",
+    "{function: a:b, sandbox: {processes: 3}}": "b is no verifier, got sandbox a section",
+    "{verifier: math, partial: true}": "partial goes with verifier code, got math",
+    "{verifier: code, timeout_seconds: 3.0}": "by sandbox.timeout_seconds, got timeout_seconds 3.0",
+    "{verifier: code, retries: 2}": "has no retries",
+    "{verifier: code, workers: 0}": "workers must be 1 or more, got 0",
+    "{verifier: code, sandbox: {memory_gb: 2}}": "unknown key memory_gb in sandbox of an item of reward.components: "
+    "the nearest is memory_gib",
+    "{model: m, retires: 2}": "unknown key retires in an item of reward.components: the nearest is retries",
+    "{model: a/m}, {model: b/m}": "'m' is used twice",
+}
+REFUSED |= {f"--reward.components '[{components}]'": rule for components, rule in COMPONENTS_REFUSED.items()}
 
 
 @pytest.mark.parametrize("line", REFUSED)
@@ -82,3 +140,43 @@ def test_what_cannot_be_is_refused(line: str) -> None:
     with pytest.raises(UserError) as error:
         parse_config(RLConfig, shlex.split(line))
     assert REFUSED[line] in str(error.value)
+
+
+NO_HEAD = "a reward model must have a score head, {} has none: give one that a reward step saved"
+TEACHER_ALONE = "--reward.components [] --teacher.path OTHER"
+REFUSED_AT_THE_START = {
+    f"--algorithm ppo {TEACHER_ALONE}": "algorithm ppo trains a critic on rewards, got teacher without "
+    "reward.components: give some, or another algorithm, such as grpo",
+    f"--algorithm dapo {TEACHER_ALONE}": "algorithm.dynamic_sampling takes prompts whose scores differ, got teacher "
+    "without reward.components: give some, or --algorithm.dynamic_sampling null",
+    f"--algorithm rloo {TEACHER_ALONE}": "algorithm.kl.where reward needs a reward, got teacher without "
+    "reward.components: give some, or --algorithm.kl null",
+    f"{CURRICULUM} --algorithm.kl null {TEACHER_ALONE}": "rollout.curriculum skips prompts by their scores, got "
+    "teacher without reward.components: leave it out",
+    "--algorithm remax --rollout.partial.max_lag 2": "greedy baseline of algorithm remax: leave it out",
+    "--algorithm grpo --teacher.path OTHER": "the teacher must share the actor's tokens",
+    "--reward.components MODEL": NO_HEAD.format("MODEL"),
+    "--algorithm grpo --reward.components OTHER": NO_HEAD.format("OTHER"),
+}
+
+
+@pytest.mark.parametrize("line", REFUSED_AT_THE_START)
+def test_what_a_run_cannot_do_is_refused_at_its_start(
+    line: str, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other model has the name of a scorer, which is no score head, and a token more."""
+    other, tokenizer = tmp_path / "other", tiny_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(other)
+    tiny_model(4).save_pretrained(other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+
+    def named(text: str) -> str:
+        return text.replace("MODEL", str(model_folder)).replace("OTHER", str(other))
+
+    rows = write_rows(tmp_path / "rows.jsonl")
+    with pytest.raises(SystemExit) as stopped:
+        main(rollout_line(tmp_path / "run", model_folder, rows, *named(line).split()))
+    assert stopped.value.code == 2
+    assert named(REFUSED_AT_THE_START[line]) in capsys.readouterr().err.splitlines()[-1]

@@ -18,12 +18,13 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.runtime.command_line import save_config
+from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.observability.token_records import DETAILS, TokenRecords, record_file
 from tests.support.ahead import rollout_line
 from tests.support.marks import faults
 from tests.support.ranks import run_main
 from tests.support.runs import run_python
-from tests.support.steps import brevity, step_line, write_rows
+from tests.support.steps import brevity, step_line, write_lines, write_rows
 from tests.support.tiny import tiny_tokenizer
 
 RL, REPLAY = "hybrid_rlhf.cli.rl", "hybrid_rlhf.cli.runs.replay"
@@ -40,6 +41,12 @@ def ppo_run(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     run_main(RL, 1, line)
     assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == ["step_4", "step_6"]
     return folder / "run"
+
+
+@pytest.fixture
+def copied(ppo_run: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be changed."""
+    return shutil.copytree(ppo_run, tmp_path / "run")
 
 
 def replay(folder: Path, step: int, scratch: Path, *more: str, ranks: int = 1) -> Any:
@@ -73,55 +80,50 @@ def test_a_step_is_generated_again_and_its_run_is_only_read(step: int, ppo_run: 
     assert ("resumes from" in (tmp_path / "scratch" / "run" / "log.txt").read_text()) == (step == 5)
 
 
-def test_a_difference_is_found_at_its_token(ppo_run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(ppo_run, folder)
-    file, details = record_file(folder / "tokens", 5), TokenRecords(folder).details(5)
+def test_a_difference_is_found_at_its_token(copied: Path, tmp_path: Path) -> None:
+    file, details = record_file(copied / "tokens", 5), TokenRecords(copied).details(5)
     arrays = load_file(file)
     places = [int(arrays["prompt_lengths"][row]) + 2 for row in (1, 2)]
     arrays["ids"][arrays["offsets"][1] + places[0]] += 1
     arrays["columns.logprobs"][arrays["response_offsets"][2] + 2] += 1e-6
     save_file(arrays, file, metadata={DETAILS: json.dumps(details)})
-    samples = replay_samples(folder, 5, tmp_path / "scratch")
+    samples = replay_samples(copied, 5, tmp_path / "scratch")
     assert [sample["identical"] for sample in samples] == [True, False, False, True]
     assert [sample["first_difference"] for sample in samples] == [None, *places, None]
 
 
-def test_texts_are_compared_where_tokens_are_missing(ppo_run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(ppo_run, folder)
-    shutil.rmtree(folder / "tokens")
-    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+def test_texts_are_compared_where_tokens_are_missing(copied: Path, tmp_path: Path) -> None:
+    shutil.rmtree(copied / "tokens")
+    rows = read_lines(copied / "samples.jsonl")
     changed = next(row for row in rows if row["step"] == 5 and row["index"] == 1)
     changed["completion"] += "!"
-    (folder / "samples.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    same, other = replay_samples(folder, 5, tmp_path / "scratch", [0, 1])
+    write_lines(copied / "samples.jsonl", rows)
+    same, other = replay_samples(copied, 5, tmp_path / "scratch", [0, 1])
     assert same["identical"] and not other["identical"] and same["compared"] == other["compared"] == "text"
     assert other["first_difference"] == len(changed["completion"]) - 1
 
 
 @pytest.mark.parametrize(
-    ("more", "steps", "ranks"),
+    ("more", "step", "ranks"),
     [
-        (["--algorithm", "grpo", "--rollout.sampling.n", "2", *AHEAD], [4], 1),
-        (PARTIAL, [3], 1),
-        faults(STREAMING, [3], 1),
-        faults([*STREAMING, "--placement", "separation"], [3], 2),
-        faults("--algorithm grpo --rollout.sampling.n 2".split(), [3], 2),
-        faults("--algorithm dapo --rollout.sampling.n 3".split(), [4], 1),
-        faults(["--algorithm", "remax"], [4], 1),
-        faults([*PARTIAL, *AHEAD], [4], 1),
-        faults(["--actor.lora.rank", "4"], [4], 1),
+        (["--algorithm", "grpo", "--rollout.sampling.n", "2", *AHEAD], 4, 1),
+        (PARTIAL, 3, 1),
+        faults(STREAMING, 3, 1),
+        faults([*STREAMING, "--placement", "separation"], 3, 2),
+        faults("--algorithm grpo --rollout.sampling.n 2".split(), 3, 2),
+        faults("--algorithm dapo --rollout.sampling.n 3".split(), 4, 1),
+        faults(["--algorithm", "remax"], 4, 1),
+        faults([*PARTIAL, *AHEAD], 4, 1),
+        faults(["--actor.lora.rank", "4"], 4, 1),
     ],
 )
 def test_other_runs_are_generated_again(
-    more: list[str], steps: list[int], ranks: int, stopping_model: Path, tmp_path: Path
+    more: list[str], step: int, ranks: int, stopping_model: Path, tmp_path: Path
 ) -> None:
     folder, rows = tmp_path / "run", write_rows(tmp_path / "rows.jsonl")
     run_main(RL, ranks, rollout_line(folder, stopping_model, rows, "--logging.samples_every", "1", *more))
-    for step in steps:
-        samples = replay_samples(folder, step, tmp_path / f"scratch_{step}", ranks=ranks)
-        assert samples and all(sample["identical"] and sample["compared"] == "tokens" for sample in samples), samples
+    samples = replay_samples(folder, step, tmp_path / "scratch", ranks=ranks)
+    assert samples and all(sample["identical"] and sample["compared"] == "tokens" for sample in samples), samples
 
 
 def test_a_branch_of_a_run_with_an_environment_is_refused_before_a_rank_starts(
@@ -194,19 +196,14 @@ def test_what_is_not_recorded_is_refused(folder: str, step: int, index: int, rul
         RecordedStep.read(ppo_run / folder, step).sample(index)
 
 
-def test_a_damaged_token_record_is_named(ppo_run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(ppo_run, folder)
-    record_file(folder / "tokens", 5).write_bytes(b"{}")
+def test_a_damaged_token_record_is_named(copied: Path) -> None:
+    record_file(copied / "tokens", 5).write_bytes(b"{}")
     with pytest.raises(UserError, match="is not a token record .* remove it, and the replay compares texts"):
-        RecordedStep.read(folder, 5).tokens(0)
+        RecordedStep.read(copied, 5).tokens(0)
 
 
 @pytest.mark.slow
 def test_the_command_prints_what_it_found(ppo_run: Path) -> None:
-    line = f"-m hybrid_rlhf replay {ppo_run} --step 5".split()
-    done = run_python([*line, "--index", "3"])
+    done = run_python(f"-m hybrid_rlhf replay {ppo_run} --step 5 --index 3".split())
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("1 of 1 samples of step 5 are identical (tokens and log-probs)\n")
-    wrong = run_python([*line, "--index", "9"])
-    assert wrong.returncode == 2 and wrong.stderr.endswith("got 9: give another\n"), wrong.stderr

@@ -20,8 +20,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
-from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.engine import ModelEngine
@@ -65,7 +64,6 @@ def test_columns_that_a_function_needs_are_those_without_a_default(tmp_path: Pat
     [
         ("return [len(c) > 2 for c in completions]", [0, 0, 1, 0, 1]),
         ("return numpy.array([len(c) > 2 for c in completions])", [0, 0, 1, 0, 1]),
-        ("return [numpy.float32(len(c)) for c in completions]", [1, 2, 3, 0, 5]),
         ("return [numpy.int64(len(c)) for c in completions]", [1, 2, 3, 0, 5]),
     ],
 )
@@ -97,13 +95,7 @@ def test_components_are_weighted_and_summed(tmp_path: Path) -> None:
         for i, (body, w) in enumerate(zip(bodies, weights, strict=True))
     ]
     report = score_completions(*parts)
-    values: list[list[float | None]] = [[1, 2, 3, 0, 5], [1, 2, None, 4, 5], [None] * 5, [1, 2, 3, 0, 5]]
-    for row in range(5):
-        total = 0.0
-        for weight, of_part in zip(weights, values, strict=True):
-            value = of_part[row]
-            total += weight * (0.0 if value is None else value)
-        assert float(report.scores[row]) == pytest.approx(total)
+    assert report.scores.tolist() == pytest.approx([1 - 0.5, 2 - 1, 3, -2, 5 - 2.5]), "no opinion adds nothing"
     assert report.metrics["reward/p0/mean"] == pytest.approx(2.2), "its own scores, before the weight"
     assert report.metrics["reward/p1/mean"] == 3.0 and report.metrics["reward/p3/mean"] == pytest.approx(2.2)
     assert "reward/p2/mean" not in report.metrics
@@ -117,8 +109,8 @@ def test_answers_are_what_the_data_says_and_the_actor_said() -> None:
     ]
     said = ["2", "two", "é", ""]
     rows = [[7, 7, 7, *tokenizer.encode(text), tokenizer.eos_token_id] for text in said]
-    groups = torch.tensor([0, 0, 1, 1])
-    answers = CompletionTexts.read(prompts, replace(rollout_of_rows(rows, prompt=3), groups=groups), tokenizer)
+    rollout = replace(rollout_of_rows(rows, prompt=3), groups=torch.tensor([0, 0, 1, 1]))
+    answers = CompletionTexts.read(prompts, rollout, tokenizer)
     assert answers.completions == said
     assert [prompt[0]["content"] for prompt in answers.prompts] == ["1+1?", "1+1?", "why?", "why?"]
     assert answers.columns == {"answer": [2, 2, None, None], "kind": [None, None, "open", "open"]}
@@ -127,10 +119,9 @@ def test_answers_are_what_the_data_says_and_the_actor_said() -> None:
     rows = [[7, *plain.encode(f" {text}"), plain.eos_token_id] for text in ("2", " two")]
     spoken = CompletionTexts.read(prompts, rollout_of_rows(rows, prompt=1), plain).completions
     assert spoken == ["2", " two"], "a plain turn has a space before it"
-    rows = [[7, 7, 7, *tokenizer.encode(text), tokenizer.eos_token_id] for text in said]
     prompts[0]["columns"] = '{"prompts": 1}'
     with pytest.raises(UserError, match="rename it"):
-        CompletionTexts.read(prompts, rollout_of_rows(rows, prompt=3), tokenizer)
+        CompletionTexts.read(prompts, rollout, tokenizer)
 
 
 def other_tokenizer() -> PreTrainedTokenizerFast:
@@ -284,47 +275,6 @@ def test_components_come_from_yaml_and_go_back(tmp_path: Path) -> None:
     assert config.reward.named[0].weight == 2.0
     save_config(config, file)
     assert parse_config(RLConfig, ["--config", str(file)]) == config
-    file.write_text("reward:\n  components:\n  - {model: m, retires: 2}\n")
-    with pytest.raises(UserError, match="unknown key retires in an item of reward.components: the nearest is retries"):
-        parse_config(RLConfig, ["--config", str(file)])
-
-
-@pytest.mark.parametrize(
-    ("settings", "rule"),
-    [
-        ({}, "got none"),
-        ({"model": "m", "urls": ("http://h",)}, "got model and urls"),
-        ({"function": "f"}, "is module:function"),
-        ({"urls": ("host/score",)}, "a URL is http"),
-        ({"urls": ("ftp://host",)}, "a URL is http"),
-        ({"model": "m", "name": "a/b"}, "a name has letters"),
-        ({"model": "m", "timeout_seconds": 0}, "timeout_seconds must be above 0"),
-        ({"model": "m", "retries": -1}, "retries must be 0 or more"),
-        ({"model": "m", "batch_size": 0}, "batch_size must be 1 or more"),
-        ({"model": "m", "api_key_env": "KEY"}, "m has no urls, got api_key_env KEY"),
-        ({"function": "a:b", "normalize": True}, "b is no model, got normalize True: leave it out"),
-        ({"function": "a:b", "steps": "min"}, "b is no model, got steps min: leave it out"),
-        (
-            {"function": "a:b", "verifier": "math"},
-            "has one of model, function, urls and verifier, got function and ver",
-        ),
-        ({"function": "a:b", "column": "x"}, "b is no verifier, got column x: leave it out"),
-        ({"function": "a:b", "sandbox": SandboxConfig(processes=3)}, "b is no verifier, got sandbox a section"),
-        ({"verifier": "math", "partial": True}, "partial goes with verifier code, got math"),
-        ({"verifier": "code", "timeout_seconds": 3.0}, "by sandbox.timeout_seconds, got timeout_seconds 3.0"),
-        ({"verifier": "code", "retries": 2}, "has no retries"),
-        ({"verifier": "code", "workers": 0}, "workers must be 1 or more, got 0"),
-    ],
-)
-def test_wrong_components_are_refused(settings: dict[str, Any], rule: str) -> None:
-    with pytest.raises(UserError) as refused:
-        RewardComponentConfig(**settings)
-    assert rule in str(refused.value)
-
-
-def test_names_are_distinct() -> None:
-    with pytest.raises(UserError, match="'m' is used twice"):
-        require_distinct_names([RewardComponentConfig(model="a/m"), RewardComponentConfig(model="b/m")])
 
 
 @pytest.mark.slow

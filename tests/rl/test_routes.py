@@ -12,14 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections import rollout as rollout_section
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.models.routers.modules import router_modules
-from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, Rollout, RolloutRoutes
+from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Rollout, RolloutRoutes
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.runtime.world import World
@@ -126,15 +124,15 @@ def test_without_replay_a_few_completions_are_recorded(
     assert score(parts, rollout)[0].metrics[ROUTER_AGREEMENT] == 1
 
 
-def test_models_without_experts_record_nothing(world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths)
+def test_models_without_experts_record_nothing(build: Any) -> None:
+    parts = build()
     scored, _ = score(parts, parts.sampler.sample(PROMPTS, step=1))
     assert scored.routes is None and ROUTER_AGREEMENT not in scored.metrics
 
 
 @given(st.data())
 def test_routes_stay_with_their_rows(data: st.DataObject) -> None:
-    """Through selection, empty rows, joining and checkpoints; against a padded tensor."""
+    """Through selection, empty rows and joining; against a padded tensor."""
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
     recorded = [data.draw(st.integers(0, size)) for size in sizes]
     recorded[0] = sizes[0]
@@ -155,9 +153,6 @@ def test_routes_stay_with_their_rows(data: st.DataObject) -> None:
     together = Rollout.joined([plain, rollout])
     np.testing.assert_array_equal(together.padded_routes[1:].numpy(), whole)
     assert (together.padded_routes[0] == -1).all()
-    batch = Batch(rollout, *[torch.zeros(rollout.input_ids.shape)] * 2)
-    again = Batch.from_tensors(batch.tensors(), {}).rollout
-    assert again.padded_routes.equal(rollout.padded_routes)
     assert Rollout.from_tensors(plain.tensors()).routes is None
 
 
@@ -179,16 +174,3 @@ def test_models_that_cannot_replay_are_refused(model_type: str, message: str, wo
     tiny_of_type(model_type).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"rollout.routing_replay {message}"):
         build_actor(actor_spec(tmp_path), world, rollout=RolloutConfig(routing_replay=True))
-
-
-def test_settings_without_use_for_replay_are_refused() -> None:
-    with pytest.raises(UserError, match="backend module has no inference weights, got rollout.routing_replay True"):
-        RolloutConfig(routing_replay=True, backend="module")
-    for name, kind in RL_ALGORITHMS.items():
-        n = kind.defaults_elsewhere.get("rollout.sampling.n", max(2, kind.fewest_completions))
-        rollout = RolloutConfig(routing_replay=True, sampling=replace(RolloutConfig().sampling, n=n))
-        if name in ("raft", "online_dpo"):
-            with pytest.raises(UserError, match=f"routing_replay is for .* got algorithm {name}, .*: leave it out"):
-                RLConfig(algorithm=kind(), rollout=rollout)
-        else:
-            RLConfig(algorithm=kind(), rollout=rollout)

@@ -79,13 +79,9 @@ def travelled(world: World, slice_bytes: int) -> dict[str, Any]:
         "read": read.tensors(),
         "returned": [index.bring([row.tolist() for row in returned[name]], everywhere=True) for name in ("x", "y")],
         "first": index.bring(index.mine),
-        "whitened": index.bring([row.tolist() for row in _whitened(advantages, mask, world)], everywhere=True),
+        "whitened": index.bring(masked_whiten(advantages, mask=mask, total=world.total).tolist(), everywhere=True),
         "variance": masked_var(advantages, mask=mask, total=world.total),
     }
-
-
-def _whitened(values: Tensor, mask: Tensor, world: World) -> Tensor:
-    return masked_whiten(values, mask=mask, total=world.total)
 
 
 @pytest.mark.parametrize("slice_bytes", [2**27, 300])

@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,8 +41,9 @@ from tests.support.ahead import (
     trained_logprobs,
 )
 from tests.support.faults import Point, run_step
+from tests.support.marks import slow
 from tests.support.ranks import run_main, run_mains
-from tests.support.steps import write_rows
+from tests.support.steps import write_lines
 from tests.support.tiny import tiny_model
 
 STREAMED = ("rollout/stale", "rollout/carried_ratio", "rollout/sampler_idle_ratio")
@@ -70,6 +70,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_stopping_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A file of prompts that all differ."""
+    return write_lines(tmp_path / "rows.jsonl", ({"prompt": f"say {row}"} for row in range(40)))
+
+
 PLACED = {
     "one rank": (1, ()),
     "two that share the model": (2, ("--rollout.tensor_parallel", "2")),
@@ -77,11 +83,6 @@ PLACED = {
     "a sampler of two": (3, ("--placement", "{sampler: {ranks: 1-2, tensor_parallel: 2}}")),
 }
 """Number of ranks, and settings."""
-
-
-def marked(placed: str, *more: str, fast: Sequence[str] = ("one rank",)) -> Any:
-    """Parameters of a test: four runs each, so most are slow."""
-    return pytest.param(placed, *more, marks=() if placed in fast else pytest.mark.slow, id="-".join([placed, *more]))
 
 
 WAYS = {
@@ -98,13 +99,12 @@ def run_all_ways(folder: Path, ranks: int, *line: Any) -> None:
     run_mains("hybrid_rlhf.cli.rl", ranks, lines)
 
 
-@pytest.mark.parametrize("placed", map(marked, PLACED))
+@pytest.mark.parametrize("placed", [placed if placed == "one rank" else slow(placed) for placed in PLACED])
 def test_without_a_lag_it_is_the_synchronous_loop_and_an_order_repeats_a_run(
-    placed: str, model: Path, tmp_path: Path
+    placed: str, model: Path, rows: Path, tmp_path: Path
 ) -> None:
     """Bit for bit, with the sampler on the actor's ranks and on its own; nothing else compares whole runs."""
     ranks, placement = PLACED[placed]
-    rows = write_rows(tmp_path / "rows.jsonl")
     run_all_ways(tmp_path, ranks, model, rows, *GROUPS, *placement)
     same_metrics(tmp_path / "synchronous", tmp_path / "no_lag")
     assert same_weights(tmp_path / "synchronous", tmp_path / "no_lag")
@@ -186,11 +186,9 @@ def test_lengths_that_are_trained_on_are_those_that_were_started(world: World, m
     assert max(expected) > 20 * min(expected) and trained == expected, "the same weights: the same lengths in each step"
 
 
-def test_a_checkpoint_keeps_prompts_and_tokens(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_keeps_prompts_and_tokens(model: Path, rows: Path, tmp_path: Path) -> None:
     """Resumed after its second step, a run trains on the same prompts in each step, and on the tokens that older
     weights had sampled by then. A replay repeats its order from that checkpoint."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"say {row}"}) + "\n" for row in range(40)))
     run = tmp_path / "run"
     line = rollout_line(run, model, rows, *GROUPS, "--rollout.streaming.max_lag", "2", "--logging.samples_every", "1")
     line += ["--rollout.sampling.max_new_tokens", "40", "--rollout.prompts_per_step", "4"]
@@ -232,10 +230,10 @@ def test_a_checkpoint_keeps_prompts_and_tokens(model: Path, tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_a_killed_run_trains_on_every_prompt_once(placed: str, point: Point, model: Path, tmp_path: Path) -> None:
+def test_a_killed_run_trains_on_every_prompt_once(
+    placed: str, point: Point, model: Path, rows: Path, tmp_path: Path
+) -> None:
     """A rank dies in a step, in a weight sync, or between two decoding steps; the run resumes from its checkpoint."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"say {row}"}) + "\n" for row in range(40)))
     run = tmp_path / "run"
     ranks, placement = PLACED[placed]
     line = rollout_line(run, model, rows, *GROUPS, *placement, "--rollout.streaming.max_lag", "2")
@@ -316,21 +314,20 @@ def test_an_order_is_repeated_where_a_turn_arrives_when_the_step_is_about_to_end
     assert second.take_order() == order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placed", "kind", "name"),
     [
-        *(marked(placed, "path", "SlowTool", fast=()) for placed in PLACED),
+        *((placed, "path", "SlowTool") for placed in PLACED),
         # requests span several time slices of a batch, and are broadcast to the ranks that share the model
-        *(marked(placed, "program", "play_slowly", fast=()) for placed in [*PLACED][:3]),
+        *((placed, "program", "play_slowly") for placed in [*PLACED][:3]),
     ],
 )
 def test_episodes_stream_and_an_order_repeats_them(
-    placed: str, kind: str, name: str, model: Path, tmp_path: Path
+    placed: str, kind: str, name: str, model: Path, rows: Path, tmp_path: Path
 ) -> None:
     """Turns in any order, on the actor's ranks and beside them: the tokens of the synchronous loop with the same
     weights, and those of a recorded run bit for bit."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"say {row}"}) + "\n" for row in range(40)))
     ranks, placement = PLACED[placed]
     episodes = [f"--environment.{kind}", f"{__file__}:{name}", "--rollout.sampling.max_new_tokens", "60"]
     episodes += ["--environment.max_turn_tokens", "6", "--reward.components", "[]", "--logging.samples_every", "1"]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.cli.rl import main
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.batch import Batch, Rollout
@@ -217,31 +216,3 @@ def test_a_run_that_stops_within_a_step_resumes(
     assert run_outputs(tmp_path / "cut") == run_outputs(tmp_path / "whole")
     values = metric(tmp_path / "whole", name)
     assert len(values) == 4 and max(values) > 0
-
-
-REFUSED = {
-    "--algorithm ppo": "algorithm ppo trains a critic on rewards, got teacher without reward.components: give some, or "
-    "another algorithm, such as grpo",
-    "--algorithm dapo": "algorithm.dynamic_sampling takes prompts whose scores differ, got teacher without "
-    "reward.components: give some, or --algorithm.dynamic_sampling null",
-    "--algorithm rloo": "algorithm.kl.where reward needs a reward, got teacher without reward.components: give some, "
-    "or --algorithm.kl null",
-    "--algorithm grpo --rollout.prompts_per_step 8 --teacher.path": "the teacher must share the actor's tokens",
-}
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_what_a_teacher_alone_cannot_teach_is_refused(
-    line: str, model_folder: Path, teacher_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = tmp_path / "other"
-    tiny_model(4).save_pretrained(other)
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(["<new>"])
-    tokenizer.save_pretrained(other)
-    words = f"--model.path {model_folder} --data.sources {write_rows(tmp_path / 'rows.jsonl')} --teacher.path "
-    words += f"{teacher_folder} --data.cache_dir {tmp_path}/cache --output_dir {tmp_path}/run {line}"
-    with pytest.raises(SystemExit) as stopped:
-        main([*words.split(), *([str(other)] if line.endswith("path") else [])])
-    assert stopped.value.code == 2
-    assert REFUSED[line] in capsys.readouterr().err.splitlines()[-1]

@@ -217,10 +217,6 @@ def test_settings_of_the_sandbox_are_in_the_item(tmp_path: Path) -> None:
     assert component.sandbox == SandboxConfig(memory_gib=2.0, command=("python3", "-s")) and component.label == "code"
     save_config(config, tmp_path / "config.yaml")
     assert parse_config(RLConfig, ["--config", str(tmp_path / "config.yaml")]) == config
-    with pytest.raises(
-        UserError, match="unknown key memory_gb in sandbox of an item of reward.components: .* memory_gib"
-    ):
-        parse_config(RLConfig, [*words, "[{verifier: code, sandbox: {memory_gb: 2}}]"])
 
 
 def test_columns_and_libraries_are_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +246,7 @@ MATH = [
 @pytest.fixture(scope="module")
 def mathematics() -> VerifierReward:
     pytest.importorskip("math_verify")
-    return verifier("math", workers=2, sandbox={"timeout_seconds": 10.0})
+    return verifier("math", workers=2)
 
 
 def test_answers_are_compared_as_values(mathematics: VerifierReward) -> None:
@@ -266,7 +262,7 @@ def test_an_answer_of_the_data_that_is_no_value_fails(mathematics: VerifierRewar
     assert scores.failures == {0: "the expected answer is no mathematical value, got ''"}
 
 
-def test_an_answer_that_hangs_costs_only_itself(mathematics: VerifierReward) -> None:
+def test_an_answer_that_hangs_costs_only_itself(mathematics: VerifierReward, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power in C ignores Python's signal handlers, and ends the process; the next one goes on behind it."""
     completions = ["\\boxed{4}", "$9^{9^{9^{9}}}$ is \\boxed{9^{9^{9}} \\bmod 7}", "\\boxed{5}"]
     program = (Path(__file__).parents[2] / "hybrid_rlhf/rl/rewards/verifiers/math_program.py").read_text()
@@ -274,15 +270,10 @@ def test_an_answer_that_hangs_costs_only_itself(mathematics: VerifierReward) -> 
         "answer = parse(completion)", "answer = parse(completion) if 'bmod' not in completion else 9**9**9**2"
     )
     assert hanging != program
-    verifier_of_answers: Any = mathematics._verifier
-    verifier_of_answers._program = hanging
-    verifier_of_answers._timeout_seconds = 3.0
-    try:
-        begin = time.monotonic()
-        scores = mathematics.score(texts_of(completions, answer=["4", "5", "5"]))
-    finally:
-        verifier_of_answers._program = program
-        verifier_of_answers._timeout_seconds = 10.0
+    monkeypatch.setattr(mathematics._verifier, "_program", hanging)
+    monkeypatch.setattr(mathematics._verifier, "_timeout_seconds", 3.0)
+    begin = time.monotonic()
+    scores = mathematics.score(texts_of(completions, answer=["4", "5", "5"]))
     assert [scores.verdicts[place].outcome for place in range(3)] == ["right", "timeout", "right"]
     assert time.monotonic() - begin < 60
 

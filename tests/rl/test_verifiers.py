@@ -12,7 +12,7 @@ import pytest
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.runtime.world import World
-from tests.support.programs import client_of, program_parts
+from tests.support.programs import client_of
 from tests.support.rl import chat_row
 
 vf = pytest.importorskip("verifiers")
@@ -78,7 +78,7 @@ def prompts_of(file: Path) -> list[dict[str, Any]]:
 
 
 def test_an_environment_of_verifiers_is_a_program(
-    world: World, paths: dict[str, str], game: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: World, build_program: Any, game: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its rows and its rollout as they are: tokens, masks and rewards are those of a program without it."""
     hub.main([game, str(tmp_path / "rows.jsonl"), "3"])
@@ -89,8 +89,7 @@ def test_an_environment_of_verifiers_is_a_program(
     prompts = prompts_of(tmp_path / "rows.jsonl")
     settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 12}
     found, expected = (
-        program_parts(world, paths["actor"], program, **settings).sampler.sample(prompts, step=1)
-        for program in (hub.play, play_by_hand)
+        build_program(program, **settings).sampler.sample(prompts, step=1) for program in (hub.play, play_by_hand)
     )
     assert found.input_ids.tolist() == expected.input_ids.tolist()
     assert found.response_mask.tolist() == expected.response_mask.tolist()
@@ -109,12 +108,12 @@ def test_an_environment_of_verifiers_is_a_program(
     ],
 )
 def test_an_error_of_the_environment_is_no_reward(
-    world: World, paths: dict[str, str], game: str, settings: dict[str, Any], info: dict[str, Any], reason: str
+    build_program: Any, game: str, settings: dict[str, Any], info: dict[str, Any], reason: str
 ) -> None:
     """verifiers catches the errors of a rollout, and gives 0."""
     prompts = [chat_row("a", info=info, answer="a", verifiers={"name": game, "settings": settings})]
     with pytest.raises(UserError, match=f"verifiers_hub:play failed in 2 of 2 episodes: .*{reason}"):
-        program_parts(world, paths["actor"], hub.play, max_turns=3).sampler.sample(prompts, step=1)
+        build_program(hub.play, max_turns=3).sampler.sample(prompts, step=1)
 
 
 def test_signals_stay_those_of_the_run(game: str) -> None:
@@ -133,7 +132,6 @@ def test_mistakes_are_told_in_a_line(game: str, tmp_path: Path) -> None:
     for words, rule in (
         ([game], "the line must be NAME FILE.jsonl"),
         ([game, "x.jsonl", "many"], "the line must be NAME FILE.jsonl"),
-        ([game, str(tmp_path / "x.jsonl"), "3", "{turns: 3}"], "settings must be a JSON object, got '{turns: 3}'"),
         ([game, str(tmp_path / "rows.jsonl")], "the file must not exist"),
     ):
         with pytest.raises(UserError, match=rule):
