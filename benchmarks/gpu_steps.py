@@ -249,7 +249,7 @@ def steps(record: Record, part: str, *, small: bool) -> None:
 def _steps(words: list[str], *, small: bool, profiles: bool) -> dict[str, Any]:
     from hybrid_rlhf.cli.rl import main
     from hybrid_rlhf.configs.rl import RLConfig
-    from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
+    from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
     from hybrid_rlhf.planning.room import resolve_keep_weights
     from hybrid_rlhf.planning.step_memory import Planner
     from hybrid_rlhf.runtime.command_line import parse_config

@@ -27,10 +27,9 @@ import yaml
 from benchmarks import results
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.planning.costs import Costs
-from hybrid_rlhf.planning.costs.decoding import DecodeSegments
+from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.job import modelled_lengths, read_job
 from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, modelled_curves
-from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.search import Candidate, Search
@@ -175,8 +174,7 @@ def _decoding(costs: Costs, plan: StepPlan, most_rows: int) -> tuple[list[float]
     rows = np.unique(np.geomspace(1, max(2, most_rows), 40).round())
     tables = []
     for context in CONTEXTS:
-        segments = DecodeSegments(rows, np.full_like(rows, context), np.ones_like(rows), [0], [1])
-        compute, wire = costs.decode_steps(segments, plan.sampling.tensor_parallel, 1)
+        compute, wire = costs.sampler(plan.sampling.tensor_parallel, 1).decode(rows, np.full_like(rows, context))
         tables.append(np.interp(np.arange(most_rows + 1), rows, compute + wire))
     by_token = (tables[1] - tables[0]) / (CONTEXTS[1] - CONTEXTS[0])
     return (tables[0] - CONTEXTS[0] * by_token).tolist(), by_token.tolist()
@@ -194,7 +192,7 @@ def searched(config: RLConfig, ranks: int) -> Search:
     )
     curves = modelled_curves(DATA_SHEETS["h100"])
     job = read_job(config, torch.device("cuda"), lengths=lengths)
-    device_bytes = (curves.device_gib - GPU_RESERVE_GIB) * 2.0**30
+    device_bytes = (DATA_SHEETS["h100"].device_gib - GPU_RESERVE_GIB) * 2.0**30
     machine = Device(job.device, ranks, device_bytes, ranks_per_host=8)
     return Search(Costs(job, curves, machine.cluster), MemoryModel(job, machine))
 

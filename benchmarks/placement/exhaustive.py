@@ -41,9 +41,10 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.planning.candidates import layouts, plan_of, samplings
 from hybrid_rlhf.planning.costs import Costs
+from hybrid_rlhf.planning.device import Device, own_device
 from hybrid_rlhf.planning.job import StepLengths, read_job
+from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS
 from hybrid_rlhf.planning.machines.stored import load_curves
-from hybrid_rlhf.planning.phase_memory import Device
 from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import StepPlan, flattening
 from hybrid_rlhf.planning.search import Candidate, Search
@@ -105,7 +106,7 @@ def _emulated(folder: Path, *, steps: int) -> tuple[Search, Measure]:
     roles = {name: role for name, role in job.roles.items() if name in ("actor", "model")}
     job = replace(job, config=config, roles=roles)
     costs = Costs(job, whole.costs.curves, whole.costs.cluster)
-    search = Search(costs, MemoryModel(job, Device(job.device, RANKS, costs.curves.device_gib * GIB)))
+    search = Search(costs, MemoryModel(job, Device(job.device, RANKS, DATA_SHEETS[EMULATED.machine].device_gib * GIB)))
 
     def measure(candidate: Candidate, flattened: Candidate) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=folder) as own:
@@ -127,7 +128,7 @@ def _measured(folder: Path, *, steps: int) -> tuple[Search, Measure]:
     config = parse_config(RLConfig, _run_line(folder, "predicted", whole, steps=steps))
     lengths = StepLengths(_PROMPT_TOKENS, (round(tokens),) * REAL_ROWS)
     job = read_job(config, torch.device("cpu"), lengths=lengths)
-    machine = Device(job.device, RANKS, curves.device_gib * GIB)
+    machine = own_device(RANKS, local=RANKS)
     search = Search(Costs(job, curves, machine.cluster), MemoryModel(job, machine))
 
     def measure(candidate: Candidate, flattened: Candidate) -> dict[str, Any]:

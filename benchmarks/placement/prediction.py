@@ -41,10 +41,10 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
+from hybrid_rlhf.planning.device import Cluster
 from hybrid_rlhf.planning.job import StepLengths, read_job
 from hybrid_rlhf.planning.machines.runs import ALL_ROWS
 from hybrid_rlhf.planning.machines.stored import load_curves
-from hybrid_rlhf.planning.phase_memory import Cluster
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.prediction_errors import STEP, PredictionReport
 from hybrid_rlhf.planning.step_time import step_time

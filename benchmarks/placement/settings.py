@@ -16,9 +16,9 @@ from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.planning.costs import Costs
+from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.job import RLJob, modelled_lengths, read_job
 from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, modelled_curves
-from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.search import Search
 
@@ -114,7 +114,7 @@ class Setting:
         """The planner of the setting; configs of the models are written to a folder."""
         curves = modelled_curves(DATA_SHEETS[self.machine], link_gib_per_second=self.link_gib_per_second)
         job = self.job(folder)
-        device_bytes = (curves.device_gib - GPU_RESERVE_GIB) * GIB
+        device_bytes = (DATA_SHEETS[self.machine].device_gib - GPU_RESERVE_GIB) * GIB
         local = min(self.ranks, self.ranks_per_host)
         machine = Device(job.device, self.ranks, device_bytes, ranks_per_host=local)
         return Search(Costs(job, curves, machine.cluster), MemoryModel(job, machine))

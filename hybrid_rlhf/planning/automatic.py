@@ -18,17 +18,17 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import is_automatic
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
+from hybrid_rlhf.planning.device import Device, own_device
 from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.job import RLJob, StepLengths, measured_lengths, read_job
-from hybrid_rlhf.planning.machines.collectives import Times, time_between_hosts
+from hybrid_rlhf.planning.machines.collectives import Times, time_collectives
 from hybrid_rlhf.planning.machines.links import with_measured_link
 from hybrid_rlhf.planning.machines.stored import load_curves
-from hybrid_rlhf.planning.phase_memory import Device, own_device
 from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.placement_table import plan_placement, with_micro_batches
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.prediction_errors import STEP, PredictionReport, memory_errors
-from hybrid_rlhf.planning.step_time import StepTime, step_time
+from hybrid_rlhf.planning.search import Candidate
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import CONFIG_FILE
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -62,7 +62,8 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
         return config, None
     watch = None
     choice: dict[str, Any] = {}
-    link = time_between_hosts(world, LINK_SIZES) if world.size > world.local_size else None
+    several = world.size > world.local_size
+    link = time_collectives(world, LINK_SIZES, local=world.local_size) if several else None
     with shared_user_errors(world):
         if world.is_main:
             watch = PlacementWatch.of(config, world, link=link)
@@ -93,10 +94,9 @@ class PlacementWatch:
                 f"placement auto needs a placement that fits, the nearest {why}: use more ranks, a smaller model, "
                 "or settings that hybrid-rlhf plan names"
             )
-        assert best.time is not None
         self.plan = best.plan
         self._memory = best.memory.phases
-        self._predicted = _seconds(best.time)
+        self._predicted = _seconds(best)
         self._measured: list[MeasuredStep] = []
 
     @classmethod
@@ -122,10 +122,10 @@ class PlacementWatch:
         return cls(read_job(config, world.device), curves, own_device(world.size, local=world.local_size))
 
     def seconds(self, plan: StepPlan) -> dict[str, float]:
-        """What a plan is expected to take, by phase and of the whole step."""
+        """What a plan that fits is expected to take, by phase and of the whole step."""
         job = with_micro_batches(self.job, plan.micro_batch_tokens)
         costs = Costs(job, self.curves, self.machine.cluster)
-        return _seconds(step_time(costs, plan, rows_at_once=MemoryModel(job, self.machine)(plan).rows_at_once))
+        return _seconds(Candidate.of(costs, MemoryModel(job, self.machine), plan))
 
     def metrics(self, measured: MeasuredStep) -> dict[str, float]:
         """Predictions and their errors for a step."""
@@ -179,5 +179,6 @@ class PlacementWatch:
         )
 
 
-def _seconds(time: StepTime) -> dict[str, float]:
-    return {**time.phases, STEP: time.step_seconds}
+def _seconds(candidate: Candidate) -> dict[str, float]:
+    assert candidate.time is not None, "a plan that fits"
+    return {**candidate.time.phases, STEP: candidate.seconds}

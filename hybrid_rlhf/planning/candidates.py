@@ -16,8 +16,8 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from hybrid_rlhf.configs.sections.placement import ZeroStage
+from hybrid_rlhf.planning.device import Cluster
 from hybrid_rlhf.planning.job import RLJob
-from hybrid_rlhf.planning.phase_memory import Cluster
 from hybrid_rlhf.planning.plans import SAMPLER, StepPlan, style_of
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
@@ -139,18 +139,15 @@ def samplings(job: RLJob, layout: Layout, cluster: Cluster) -> list[tuple[int, b
     places = layout.places
     environment = job.config.environment
     rollout = job.config.rollout
-    lag = rollout.overlap_steps
     if rollout.policy_lag and SAMPLER not in places:
         return [(1, False)]  # beside training on the same ranks, sampling runs no collectives
     sizes = _group_sizes(places.get(SAMPLER, places["actor"]), cluster, job.actor.sizes.heads)
     if environment is not None and environment.path is None:
         sizes = [1]  # a program asks one rank
-    joint = (
-        []
-        if lag or rollout.streaming is not None or SAMPLER not in places
-        else _group_sizes(places["actor"], cluster, job.actor.sizes.heads)
-    )
-    return [(size, joins) for size in sizes for joins in ((False, True) if size in joint else (False,))]
+    joint: list[int] = []
+    if SAMPLER in places and not rollout.overlap_steps and rollout.streaming is None:
+        joint = _group_sizes(places["actor"], cluster, job.actor.sizes.heads)
+    return [(size, joins) for size in sizes for joins in (False, True) if not joins or size in joint]
 
 
 def lag_of(job: RLJob, layout: Layout) -> int:

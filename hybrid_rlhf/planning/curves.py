@@ -1,6 +1,6 @@
 """How fast a machine computes and communicates: curves of seconds by size, measured or modelled.
 
-A prediction of costs.py is a sum of values of these curves. Why curves and not rates: small sizes cost latency and
+A prediction of costs/ is a sum of values of these curves. Why curves and not rates: small sizes cost latency and
 large ones bandwidth, and the same formula must hold for both. Between two points a curve is linear in the logarithms of
 size and seconds; below its first point it is constant (latency), above its last it is proportional to the size
 (bandwidth). Curves never fall: measured points that do are averaged.
@@ -121,8 +121,6 @@ class MachineCurves:
     machine: str
     source: Literal["measured", "modelled"]
     device: Literal["cpu", "cuda"]
-    device_gib: float
-    """Memory of a rank's device that a process can use; on a CPU a rank's share of the host."""
     ranks_per_host: int
     products: Mapping[str, Surface]
     """By dtype of the weights: (elements of the weight, rows of the input). One matrix product of a forward; a backward

@@ -60,15 +60,15 @@ class EngineMemory:
     model: ShapedModel
     held: MemoryUse
     """Held permanently."""
-    accumulated: MemoryUse
+    accumulated: MemoryUse = MemoryUse()
     """Added while gradients accumulate."""
-    reduce_bucket: float
+    reduce_bucket: float = 0.0
     """Added by a backward."""
-    gathered: float
+    gathered: float = 0.0
     """Added by a forward: ZeRO-3's gathered weights, and the weight that is dequantised."""
-    optimizer_step: float
+    optimizer_step: float = 0.0
     """Largest temporaries of an optimizer step."""
-    movable: float
+    movable: float = 0.0
     """Part of held that offload_states moves to the host."""
     backward_end: float = 0.0
     """Added by the end of a backward, when its activations are gone."""
@@ -110,7 +110,7 @@ def split_memory(model: ShapedModel, *, dtype: torch.dtype, ranks: int, device: 
     """Memory of a frozen model in inference weights, of which each of so many ranks has a part (engines/separate/)."""
     alone = RolloutConfig(tensor_parallel=ranks)
     held = inference_weight_bytes(model, alone, stage=0, dtype=dtype, device=device, in_use=True)
-    return EngineMemory(model, MemoryUse(inference=held), MemoryUse(), 0.0, 0.0, 0.0, 0.0)
+    return EngineMemory(model, MemoryUse(inference=held))
 
 
 def engine_memory(

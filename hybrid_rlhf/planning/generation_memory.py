@@ -6,15 +6,15 @@ Follows the rules of generation/batching/capacity.py, from shapes alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
-from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes, layers_with, recurrent_fields
+from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes
 from hybrid_rlhf.generation.architecture.model_description import Experts
 from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
 from hybrid_rlhf.generation.batching.capacity import (
@@ -28,11 +28,12 @@ from hybrid_rlhf.generation.batching.capacity import (
 )
 from hybrid_rlhf.generation.model.cache import CacheLayout, RouteSize, blocks_of, page_bytes
 from hybrid_rlhf.generation.model.recurrent.states import state_bytes
-from hybrid_rlhf.models.families import family_of
+from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.engine_memory import FLOAT32, MemoryUse
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
 from hybrid_rlhf.planning.job import LEARNED_BYTES
-from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
+from hybrid_rlhf.planning.memo import once
+from hybrid_rlhf.planning.phase_memory import PhaseMemory, longest_row
 from hybrid_rlhf.planning.shapes import ShapedModel
 
 _FLOAT64 = 8
@@ -45,14 +46,10 @@ _SPLIT_PROGRAMS = 528
 
 def route_size(model: ShapedModel, rollout: RolloutConfig) -> RouteSize | None:
     """The recorded experts of a token; none for a model without inference weights or without a mixture of experts."""
-    family = family_of(model.lm)
-    if rollout.backend != "auto" or family is None or family.experts is None:
+    if rollout.backend != "auto" or not model.experts:
         return None
-    mixtures = layers_with(model.lm, family, "router")
-    if not mixtures:
-        return None
-    kind = Experts(**family.experts(model.config.get_text_config()))
-    return RouteSize(len(mixtures), kind.per_token, kind.index_dtype)
+    kind = Experts(**model.experts)
+    return RouteSize(len([*model.named(["router"])]), kind.per_token, kind.index_dtype)
 
 
 def rollout_bytes(model: ShapedModel, rollout: RolloutConfig, *, groups: int | None, ranks: int) -> float:
@@ -66,9 +63,8 @@ def rollout_bytes(model: ShapedModel, rollout: RolloutConfig, *, groups: int | N
         ranks: number of ranks of the run.
     """
     size = route_size(model, rollout)
-    longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
     recorded = 0 if size is None else rollout.recorded_prompts(rollout.prompts_per_step) * size.nbytes
-    whole = rollout.sampling.n * longest * (rollout.prompts_per_step * LEARNED_BYTES + recorded)
+    whole = rollout.sampling.n * longest_row(rollout) * (rollout.prompts_per_step * LEARNED_BYTES + recorded)
     computed = whole / ranks if ranks > 1 else 0.0
     return computed + (0.0 if groups is None else whole / groups)
 
@@ -113,22 +109,6 @@ class SamplingMemory:
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """Sizes of a decoder on this rank."""
-
-    kv_sizes: list[tuple[int, int]]
-    """KV heads and dimensions of each, of the layers with keys and values of their own."""
-    heads: float
-    hidden: int
-    mlp: float
-    vocabulary: float
-    stores: int
-    """Keys and values in the cache; 1 where they are the same (latent attention)."""
-    state_bytes: int
-    """States of the recurrent layers, for each row."""
-
-
-@dataclass(frozen=True)
 class GenerationMemory:
     """A model from which a rank samples."""
 
@@ -139,46 +119,37 @@ class GenerationMemory:
     device: torch.device
 
     @cached_property
-    def _sizes(self) -> _Sizes:
+    def _kv_sizes(self) -> list[tuple[int, int]]:
+        """KV heads and dimensions of each on this rank, of the layers with keys and values of their own."""
         model = self.model
-        ranks = self.rollout.tensor_parallel
-        c: Any = model.config.get_text_config()
-        mlp = getattr(c, "intermediate_size", None) or getattr(c, "ffn_dim", None) or 4 * c.hidden_size
-        family = family_of(model.lm)
-        layers = frozenset(range(c.num_hidden_layers))
-        settings = {} if family is None else family.settings(c)
-        state = 0
-        if family is not None and family.recurrence is not None:
-            layers = layers_with(model.lm, family, "o")
-        if family is not None and (fields := recurrent_fields(model.lm, family)):
-            kind = fields["recurrence"]
-            count = len(fields["recurrent_layers"])
-            state = state_bytes(kind, layers=count, units=math.ceil(kind.units / ranks), dtype=self.dtype)
-        heads, kv_heads, head_dim = attention_sizes(c, settings)
+        config = model.text_config
+        _, kv_heads, head_dim = attention_sizes(config, model.settings)
+        layers: Sequence[int] = range(config.num_hidden_layers)
+        if model.recurrent_layers:
+            layers = [one.layer for one in model.named(["o"])]
+        by_type = model.settings.get("kv_sizes")
+        sizes = [
+            (kv_heads, head_dim) if by_type is None else by_type[config.layer_types[layer]]
+            for layer in layers
+            if layer not in model.settings.get("kv_sources", ())
+        ]
+        return [(math.ceil(count / self.rollout.tensor_parallel), size) for count, size in sizes]
 
-        def kv_size(layer: int) -> tuple[int, int]:
-            sizes = settings.get("kv_sizes")
-            count, size = (kv_heads, head_dim) if sizes is None else sizes[c.layer_types[layer]]
-            return math.ceil(count / ranks), size
-
-        return _Sizes(
-            [kv_size(layer) for layer in sorted(layers - set(settings.get("kv_sources", ())))],
-            heads / ranks,
-            c.hidden_size,
-            mlp / ranks,
-            c.vocab_size / ranks,
-            1 if "latent" in settings else 2,
-            state,
-        )
+    @cached_property
+    def _state_bytes(self) -> int:
+        """Bytes of the states of the recurrent layers, for each row."""
+        fields = self.model.recurrent_layers
+        if not fields:
+            return 0
+        kind = fields["recurrence"]
+        units = math.ceil(kind.units / self.rollout.tensor_parallel)
+        return state_bytes(kind, layers=len(fields["recurrent_layers"]), units=units, dtype=self.dtype)
 
     @property
     def _prefill_tokens(self) -> int:
         return self.rollout.prefill_tokens or PREFILL_TOKENS[self.device.type]
 
-    @property
-    def _longest_tokens(self) -> int:
-        return self.rollout.max_prompt_tokens + self.rollout.sampling.max_new_tokens
-
+    @once
     def weights(self, *, stage: int, gathers: bool, in_use: bool = False) -> InferenceBytes:
         """Bytes of the inference weights of an actor.
 
@@ -205,21 +176,22 @@ class GenerationMemory:
         """How generation divides memory: all rows at the maximum length if there is room, else as much as fits. RL
         records the experts of a mixture in the cache. Windows, which need less, are left out."""
         rollout = self.rollout
-        sizes = self._sizes
         groups = max(1, ranks // rollout.tensor_parallel)
         wanted = -(-(rollout.prompts_per_step + rollout.extra_prompts) // groups) * rollout.sampling.n
         if rollout.max_decode_rows is not None:
             wanted = min(wanted, rollout.max_decode_rows)
         routes = route_size(self.model, rollout) if records_routes else None
-        layout = CacheLayout.of_layers([None] * len(sizes.kv_sizes), sizes.kv_sizes, stores=sizes.stores, routes=routes)
+        sizes = self._kv_sizes
+        stores = 1 if "latent" in self.model.settings else 2  # keys that are values too
+        layout = CacheLayout.of_layers([None] * len(sizes), sizes, stores=stores, routes=routes)
         sequences = Sequences(
             layout,
             page_bytes(layout, self.dtype),
-            longest_tokens=self._longest_tokens,
+            longest_tokens=longest_row(rollout),
             prompt_tokens=rollout.max_prompt_tokens,
             rows=wanted,
             prefill_tokens=self._prefill_tokens,
-            state_bytes=sizes.state_bytes,
+            state_bytes=self._state_bytes,
         )
         if rollout.kv_cache_gib is not None:
             budget = rollout.kv_cache_gib * 2**30
@@ -237,22 +209,27 @@ class GenerationMemory:
     def working(self, rows: int) -> WorkingMemory:
         """Memory beside the cache with so many rows: a layer of a prefill; per row, logits, attention scores on a CPU
         or parts of split attention on a GPU, and the tables."""
-        s = self._sizes
+        config = self.model.text_config
         rollout = self.rollout
+        ranks = rollout.tensor_parallel
+        heads = config.num_attention_heads / ranks
+        width = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * config.hidden_size
+        mlp = width / ranks
         size = self.dtype.itemsize
-        capacity = capacity_tokens(self._longest_tokens, self.device)
+        capacity = capacity_tokens(longest_row(rollout), self.device)
         tokens = min(self._prefill_tokens, rows * rollout.max_prompt_tokens)
-        qkv = max(((s.heads + 2 * count) * width for count, width in s.kv_sizes), default=0.0)
-        prefill = tokens * size * (3 * s.hidden + max(4 * qkv, 4 * s.mlp))
+        qkv = max(((heads + 2 * count) * width for count, width in self._kv_sizes), default=0.0)
+        prefill = tokens * size * (3 * config.hidden_size + max(4 * qkv, 4 * mlp))
         cuts = rollout.sampling.top_p < 1 or rollout.sampling.top_k > 0
-        logits = s.vocabulary * FLOAT32 * (8 if cuts else 2 + (rollout.sampling.temperature != 1) + size / FLOAT32)
-        scores = s.heads * capacity * FLOAT32 * 2 if self.device.type == "cpu" else 0.0
+        copies = 8 if cuts else 2 + (rollout.sampling.temperature != 1) + size / FLOAT32
+        logits = config.vocab_size / ranks * FLOAT32 * copies
+        scores = heads * capacity * FLOAT32 * 2 if self.device.type == "cpu" else 0.0
         row = max(logits, scores)
         graphs = False
         if self.device.type == "cuda":
-            kv_heads, width = max(s.kv_sizes, key=math.prod, default=(1, 0))
+            kv_heads, width = max(self._kv_sizes, key=math.prod, default=(1, 0))
             splits = min(_MOST_SPLITS, _SPLIT_PROGRAMS // (rows * kv_heads))
-            row += s.heads * splits * (width + 2) * FLOAT32 if splits > 1 else 0.0
+            row += heads * splits * (width + 2) * FLOAT32 if splits > 1 else 0.0
             graphs = rollout.cuda_graphs and rollout.policy_lag <= 1
         numbers = _ROW_NUMBERS + rollout.sampling.max_new_tokens
         table = _FLOAT64 * numbers + FLOAT32 * blocks_of(capacity)

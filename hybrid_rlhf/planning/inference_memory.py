@@ -5,16 +5,12 @@ Follows generation/weights/inference_weights.py, from shapes and the names of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.generation.architecture.hugging_face import recurrent_fields
-from hybrid_rlhf.models.families import Family, family_of, has_float32_logits, unread_weights
+from hybrid_rlhf.models.families import has_float32_logits, unread_weights
 from hybrid_rlhf.models.four_bit import BYTES_PER_WEIGHT
 from hybrid_rlhf.planning.shapes import ShapedModel
 
@@ -59,10 +55,9 @@ def inference_weight_bytes(
     """
     e = model.elements
     size = dtype.itemsize
-    family = family_of(model.lm)
     gathered = stage == 3 or in_use
     base = e.all - (e.trained if e.adapted else 0)
-    if rollout.backend == "module" or family is None:
+    if rollout.backend == "module" or model.family is None:
         if e.four_bit:  # adapters are not merged
             return e.stored_bytes(size) if gathered else 0.0
         return size * float(base if gathered else model.split_experts) + size * e.adapted
@@ -71,7 +66,7 @@ def inference_weight_bytes(
     ranks = rollout.tensor_parallel
     weights = dict(model.lm.named_parameters())
     read = base - sum(weights[name].numel() for name in unread_weights(model.lm, weights))  # towers beside it
-    products = _products(model, family, ranks)
+    products = _products(model, ranks)
     in_products = products.unique
     if e.four_bit:
         in_products = e.four_bit
@@ -83,24 +78,15 @@ def inference_weight_bytes(
     elif copied:
         return size * read / ranks
     else:
-        apart = _made(model, family, adjacent=stage in (1, 2) and ranks == 1 and not e.adapted)
+        apart = _made(model, adjacent=stage in (1, 2) and ranks == 1 and not e.adapted)
         return size * float(max(apart, e.adapted) + model.split_experts) / ranks
     rest = read - in_products
     if on_cpu:
         head, tied = _head(model)
-        project = sum(one.weight.numel() for one in _named(model, family, ["inputs_project"], layers=1))
+        project = sum(one.weight.numel() for one in model.named(["inputs_project"], layers=1))
         stored += (max(size, _FLOAT32) if has_float32_logits(model.lm) else size) * head / ranks + size * project
         rest -= project + (0 if tied else head)
     return stored + (size * rest / ranks if copied else 0.0)
-
-
-class _Named(NamedTuple):
-    """A weight of a model."""
-
-    role: str
-    layer: int
-    name: str
-    weight: Tensor
 
 
 @dataclass(frozen=True)
@@ -113,18 +99,15 @@ class _Products:
     """Elements of their training weights: keys that are values too (Gemma 4) count once."""
 
 
-def _products(model: ShapedModel, family: Family, ranks: int) -> _Products:
-    config = model.config.get_text_config()
-    transposed, transposed_experts = (
-        fields.get("transposed", False) for fields in (family.settings(config), _expert_fields(model, family))
-    )
-    kind = recurrent_fields(model.lm, family).get("recurrence")
+def _products(model: ShapedModel, ranks: int) -> _Products:
+    transposed, transposed_experts = (fields.get("transposed", False) for fields in (model.settings, model.experts))
+    kind = model.recurrent_layers.get("recurrence")
     inputs = [] if kind is None else list(kind.inputs(range(kind.units)))
     elements = 0.0
     outputs = 0.0
     seen = dict[str, int]()
     for roles, share in ((_PRODUCTS + inputs, 1 / ranks), (_REPLICATED, 1.0)):
-        for one in _named(model, family, roles):
+        for one in model.named(roles):
             if one.name in seen and one.role != "v":  # shared experts may be the MLP of other layers (Granite 4)
                 continue
             count = one.weight.numel() * share
@@ -135,41 +118,21 @@ def _products(model: ShapedModel, family: Family, ranks: int) -> _Products:
     return _Products(elements, outputs, sum(seen.values()))
 
 
-def _made(model: ShapedModel, family: Family, *, adjacent: bool) -> int:
+def _made(model: ShapedModel, *, adjacent: bool) -> int:
     """Elements of the matrices that inference weights fuse, reorder or multiply, and so copy. `adjacent`: modules that
     follow one another do so in memory, and are fused without a copy; the latents of queries and of keys do not."""
-    settings = family.settings(model.config.get_text_config())
-    roles = {"q_down", "kv_down"} & family.names.keys()
+    settings = model.settings
+    roles = {"q_down", "kv_down"}
     roles |= {"latent_q"} if settings.get("interleaved_rotary") else set()
     if not adjacent:
         roles |= {"q", "k", "v", *settings.get("weight_scales", {})}
         for prefix in ("", "shared_"):
-            roles |= {f"{prefix}gate", f"{prefix}up"} if f"{prefix}gate" in family.names else set()
-        roles |= {"experts_up"} if _expert_fields(model, family).get("alternating") else set()
-        kind = recurrent_fields(model.lm, family).get("recurrence")
+            roles |= {f"{prefix}gate", f"{prefix}up"} if f"{prefix}gate" in model.names else set()
+        roles |= {"experts_up"} if model.experts.get("alternating") else set()
+        kind = model.recurrent_layers.get("recurrence")
         if kind is not None and len(inputs := kind.inputs(range(kind.units))) > 1:
             roles |= set(inputs)
-    return sum({one.name: one.weight.numel() for one in _named(model, family, roles)}.values())
-
-
-def _expert_fields(model: ShapedModel, family: Family) -> dict[str, Any]:
-    """What Family.experts says of a model; {} for a model without a mixture."""
-    if family.experts is None or not any(_named(model, family, ["router"])):
-        return {}
-    return family.experts(model.config.get_text_config())
-
-
-def _named(model: ShapedModel, family: Family, roles: Iterable[str], *, layers: int | None = None) -> Iterator[_Named]:
-    """Weights of some roles, in each layer that has them."""
-    weights = model.weights
-    count = model.config.get_text_config().num_hidden_layers if layers is None else layers
-    for role in roles:
-        for layer in range(count):
-            modules = (module.format(layer, head=0) for module in family.names.get(role, "").split("|"))
-            names = (name for module in modules for name in (f"{module}.weight", module))
-            found = next((name for name in names if name in weights), None)
-            if found is not None:
-                yield _Named(role, layer, found, weights[found])
+    return sum({one.name: one.weight.numel() for one in model.named(roles)}.values())
 
 
 def _head(model: ShapedModel) -> tuple[int, bool]:

@@ -24,7 +24,6 @@ from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.sampling_engine import rounds_otherwise
 from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes
 from hybrid_rlhf.models.expert_parallel import expert_layers
-from hybrid_rlhf.models.families import family_of
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
 from hybrid_rlhf.planning.shapes import ShapedModel, shaped_model
 
@@ -77,6 +76,11 @@ class ModelDimensions:
         return self.trained > 0.5 * self.parameters
 
     @property
+    def trained_experts(self) -> float:
+        """Parameters of experts with gradients."""
+        return self.experts if self.trains_all else 0.0
+
+    @property
     def rest_parameters(self) -> float:
         """Parameters outside the layers: embeddings and head."""
         return max(0.0, self.parameters - self.layers * self.layer_weights)
@@ -84,10 +88,8 @@ class ModelDimensions:
 
 def dimensions(model: ShapedModel) -> ModelDimensions:
     """The dimensions of a model on the meta device."""
-    config: Any = model.config.get_text_config()
-    family = family_of(model.lm)
-    own = {} if family is None else family.settings(config)
-    heads, kv_heads, head_dim = attention_sizes(config, own)
+    config = model.text_config
+    heads, kv_heads, head_dim = attention_sizes(config, model.settings)
     sizes = {name: each.numel() for name, each in model.lm.named_parameters()}
     embedded = sum(size for name, size in sizes.items() if "embed" in name or name.startswith("lm_head"))
     experts, chosen = (
@@ -101,7 +103,7 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
         layers=layers,
         hidden=config.hidden_size,
         attention_width=heads * head_dim,
-        cache_width=(1 if "latent" in own else 2) * kv_heads * head_dim,
+        cache_width=(1 if "latent" in model.settings else 2) * kv_heads * head_dim,
         heads=heads,
         layer_weights=in_layers / layers,
         vocabulary=config.vocab_size if model.lm.get_output_embeddings() is not None else 0,
@@ -141,7 +143,7 @@ class RoleJob:
     @cached_property
     def can_split(self) -> bool:
         """True if it is frozen and has inference weights, which tensor parallelism splits."""
-        return not self.is_trained and (self.model is None or family_of(self.model.lm) is not None)
+        return not self.is_trained and (self.model is None or self.model.family is not None)
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,11 @@ class RLJob:
     def actor(self) -> RoleJob:
         """The role that learns to complete prompts."""
         return self.roles["actor"]
+
+    @property
+    def learners(self) -> list[RoleJob]:
+        """Actor and critic."""
+        return [role for role in self.roles.values() if role.is_trained]
 
     @property
     def frozen(self) -> list[RoleJob]:

@@ -1,22 +1,31 @@
-"""Values that are computed once."""
+"""Methods whose values are computed once."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-_T = TypeVar("_T")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class Memo:
-    """Remembers what was computed for a key."""
+def once_for(key: Callable[..., Hashable]) -> Callable[[_Method], _Method]:
+    """Decorator of a method that computes a value once for each key, which `key` makes of the object and arguments."""
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Any] = {}
+    def keeping(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def kept(owner: Any, *arguments: Any, **options: Any) -> Any:
+            values = vars(owner).setdefault("_computed_once", {})
+            place = method.__name__, key(owner, *arguments, **options)
+            if place not in values:
+                values[place] = method(owner, *arguments, **options)
+            return values[place]
 
-    def __call__(self, key: Hashable, compute: Callable[[], _T]) -> _T:
-        """The value of a key, computed where it is not known."""
-        if key not in self._known:
-            self._known[key] = compute()
-        value: _T = self._known[key]
-        return value
+        return kept  # type: ignore[return-value]
+
+    return keeping
+
+
+def once(method: _Method) -> _Method:
+    """Decorator of a method that computes a value once for the same arguments."""
+    return once_for(lambda owner, *arguments, **options: (arguments, *options.items()))(method)

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from hybrid_rlhf.configs.pipeline import PlanConfig, has_model
-from hybrid_rlhf.planning.phase_memory import AnyStep, Device, PhaseMemory, own_device
+from hybrid_rlhf.planning.device import Device, own_device
+from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory
 from hybrid_rlhf.planning.remedies import Remedy
 from hybrid_rlhf.runtime.hostfile import process_count
 

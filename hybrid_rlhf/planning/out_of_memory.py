@@ -17,8 +17,9 @@ import torch
 
 from hybrid_rlhf.configs.errors import RankError, UserError
 from hybrid_rlhf.models.pretrained.folders import first_line
+from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.dotted_keys import Settings, setting, with_settings
-from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, AnyStep, Device, PhaseMemory
+from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory
 from hybrid_rlhf.planning.remedies import candidates
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.runtime.world import World

@@ -1,74 +1,38 @@
-"""The device of a rank, and the memory of a phase of a step on it."""
+"""The memory of a phase of a step on the device of a rank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-import psutil
-import torch
+from typing import NamedTuple
 
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.placement import in_words
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import LoopConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.shapes import BatchShape
 
 AnyStep = SFTConfig | RewardConfig | PreferenceStepConfig | RLConfig
-GPU_RESERVE_GIB = 2.0
-"""Memory of a GPU that CUDA, its libraries and fragmentation take; an assumption."""
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Ranks on hosts: rank r is on host r // ranks_per_host."""
+class Room(NamedTuple):
+    """Bytes that a phase needs somewhere, and that there are."""
 
-    ranks: int
-    ranks_per_host: int
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts."""
-        return -(-self.ranks // self.ranks_per_host)
-
-    def host_of(self, rank: int) -> int:
-        """The host of a rank."""
-        return rank // self.ranks_per_host
-
-    def hosts_of(self, ranks: tuple[int, ...]) -> int:
-        """On how many hosts ascending ranks are."""
-        return len({self.host_of(rank) for rank in ranks})
-
-
-@dataclass(frozen=True)
-class Device:
-    """The machine, as one rank sees it."""
-
-    device: torch.device
-    ranks: int
-    device_bytes: float
-    """Memory of the rank's device; on a CPU its share of the free memory."""
-    host_bytes: float | None = None
-    """The rank's share of the host's free memory, where the host is not the device; none: not known."""
-    ranks_per_host: int | None = None
-    """None: all of them."""
+    needed: float
+    available: float
+    of_host: bool = False
+    """In the memory of the host, not of the device."""
 
     @property
-    def cluster(self) -> Cluster:
-        """All ranks on their hosts."""
-        return Cluster(self.ranks, self.ranks_per_host or self.ranks)
-
-
-def own_device(ranks: int, *, local: int) -> Device:
-    """This machine, as one of so many ranks sees it, `local` of which share its host."""
-    free = psutil.virtual_memory().available / local
-    if not torch.cuda.is_available():
-        return Device(torch.device("cpu"), ranks, free, ranks_per_host=local)
-    total = torch.cuda.get_device_properties(0).total_memory
-    return Device(torch.device("cuda"), ranks, total - GPU_RESERVE_GIB * 2**30, free, local)
+    def missing(self) -> float:
+        """Bytes needed beyond those available; below 0: bytes left."""
+        return self.needed - self.available
 
 
 @dataclass(frozen=True)
@@ -102,10 +66,29 @@ class PhaseMemory:
         return self.name.split()[-1]
 
     @property
+    def tightest(self) -> Room:
+        """The device or the host, whichever has less left."""
+        device = Room(self.total, self.machine.device_bytes)
+        if self.machine.host_bytes is None:
+            return device
+        host = Room(self.need.host, self.machine.host_bytes, of_host=True)
+        return max(device, host, key=lambda room: room.missing)
+
+    @property
     def fits(self) -> bool:
         """True if device and host have enough memory."""
-        host = self.machine.host_bytes
-        return self.total <= self.machine.device_bytes and (host is None or self.need.host <= host)
+        return self.tightest.missing <= 0
+
+
+def largest_misfit(phases: Iterable[PhaseMemory]) -> PhaseMemory | None:
+    """The phase where most memory is missing; none: everything fits."""
+    misfits = [phase for phase in phases if not phase.fits]
+    return max(misfits, key=lambda phase: phase.tightest.missing, default=None)
+
+
+def longest_row(rollout: RolloutConfig) -> int:
+    """Most tokens of a prompt with its completion."""
+    return rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
 
 
 def micro_batch(

@@ -8,18 +8,17 @@ phases, and with a policy lag its cache too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
-from hybrid_rlhf.engines.residency.rules import RoleResidency
+from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.engine_memory import FLOAT32, EngineMemory, MemoryUse, engine_memory, split_memory
 from hybrid_rlhf.planning.generation_memory import GenerationMemory, InferenceBytes, replayed_bytes, rollout_bytes
 from hybrid_rlhf.planning.job import RLJob, RoleJob
-from hybrid_rlhf.planning.memo import Memo
-from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory, micro_batch
+from hybrid_rlhf.planning.memo import once, once_for
+from hybrid_rlhf.planning.phase_memory import PhaseMemory, largest_misfit, longest_row, micro_batch
 from hybrid_rlhf.planning.plans import SAMPLER, StepPlan
 from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, RolePlacement
@@ -36,8 +35,7 @@ class PlanMemory:
     @property
     def misfit(self) -> PhaseMemory | None:
         """Where most is missing; none: everything fits."""
-        missing = [each for each in self.phases if not each.fits]
-        return max(missing, key=lambda each: each.total, default=None)
+        return largest_misfit(self.phases)
 
     @property
     def peak_bytes(self) -> float:
@@ -46,24 +44,23 @@ class PlanMemory:
 
 
 class MemoryModel:
-    """Estimates plans; what a search asks for again is computed once."""
+    """Estimates plans."""
 
     def __init__(self, job: RLJob, machine: Device, *, exact: bool = False) -> None:
         """Estimate plans of a job on a machine; `exact`: measure each micro-batch, for few plans."""
         self._job = job
         self._exact = exact
         self.machine = machine
-        self._once = Memo()
 
     def __call__(self, plan: StepPlan) -> PlanMemory:
         """The memory of a plan."""
         memory: list[PhaseMemory] = []
-        rows = None
-        for names, ranks in _alike(tuple((name, role.ranks) for name, role in plan.roles.items())):
-            phases, at_once = self._of_class(plan, names)
+        rows: list[int] = []
+        for names, ranks in _alike(plan.roles):
+            phases, at_once = self._phases(plan, names)
             memory += [replace(phase, ranks=ranks) for phase in phases]
-            rows = at_once if rows is None else min(rows, at_once or rows)
-        return PlanMemory(tuple(memory), rows or 1)
+            rows += at_once
+        return PlanMemory(tuple(memory), min(rows, default=1))
 
     def of_role(self, plan: StepPlan, name: str) -> tuple[float, float]:
         """Bytes of a device that a role holds, and that it adds while it reads or trains."""
@@ -72,18 +69,8 @@ class MemoryModel:
         added = max(self._passing(role, plan, backward=backward).device for backward in passes)
         return self._engine(role, plan).held.device, added
 
-    def _of_class(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[tuple[PhaseMemory, ...], int | None]:
-        sampling = (plan.samplers, sum(len(place.ranks) for place in plan.sampling_places))
-        offloads = (plan.offload_frozen, plan.offload_states, plan.offload_optimizer)
-        shares = tuple(
-            (name, len(plan.roles[name].ranks), plan.roles[name].zero, plan.roles[name].tensor_parallel)
-            for name in names
-        )
-        copied = (plan.roles["critic"], plan.roles[CRITIC_COPY]) if CRITIC_COPY in plan.roles else None
-        key = (shares, plan.policy_lag, offloads, sampling, copied)
-        return self._once(key, lambda: self._phases(plan, names))
-
-    def _phases(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[tuple[PhaseMemory, ...], int | None]:
+    def _phases(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[list[PhaseMemory], list[int]]:
+        """The phases of a rank with some roles, and, if it samples, the completions decoded at once."""
         job = self._job
         roles = [job.roles[name] for name in names if name in job.roles]
         if CRITIC_COPY in names:
@@ -92,25 +79,26 @@ class MemoryModel:
         if "actor" in names and job.config.actor.ema_decay:
             actor = plan.roles["actor"]
             base += MemoryUse(host=FLOAT32 * job.actor.sizes.trained / (len(actor.ranks) if actor.zero == 3 else 1))
-        groups = len(plan.sampling_groups) if any(name in names for name in plan.samplers) else None
+        sampler = next((name for name in plan.samplers if name in names), None)
+        groups = None if sampler is None else len(plan.sampling_groups)
         held = rollout_bytes(_shapes(job.actor), job.config.rollout, groups=groups, ranks=self.machine.ranks)
         base += MemoryUse(host=held)
-        found: list[PhaseMemory] = []
-        rows = None
-        sampler = next((name for name in plan.samplers if name in names), None)
+        phases: list[PhaseMemory] = []
+        rows = []
         if sampler is not None:
-            generation, kept, rows = self._generation(plan, sampler, base)
-            found.append(generation)
+            generation, kept, at_once = self._generation(plan, sampler, base)
+            phases.append(generation)
+            rows.append(at_once)
             base += kept
-        found += self._reads(plan, names, roles, base)
+        phases += self._reads(plan, names, roles, base)
         for role in roles:
             if role.is_trained:
                 need = base + self._passing(role, plan, backward=True)
-                if role.name == "critic" and plan.separate and {"actor", "sampler"} & {*names} and not plan.policy_lag:
+                if role.name == "critic" and plan.separate and {"actor", SAMPLER} & {*names} and not plan.policy_lag:
                     sent = min(BUCKET_ELEMENTS, _shapes(job.actor).elements.all)
                     need += MemoryUse(buffers=2.0 * sent * job.inference_dtype.itemsize)  # weights travel meanwhile
-                found.append(PhaseMemory(f"{role.name} training", need, self.machine))
-        return tuple(found) or (PhaseMemory("idle", base, self.machine),), rows
+                phases.append(PhaseMemory(f"{role.name} training", need, self.machine))
+        return phases or [PhaseMemory("idle", base, self.machine)], rows
 
     def _reads(
         self, plan: StepPlan, names: tuple[str, ...], roles: list[RoleJob], base: MemoryUse
@@ -131,30 +119,27 @@ class MemoryModel:
     def _generation(self, plan: StepPlan, sampler: str, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
         """The phase, what of it remains in other phases, and the completions decoded at once."""
         job = self._job
-        place = plan.sampling
-        actor = plan.roles["actor"]
-        model = _shapes(job.actor)
-        dtype = job.inference_dtype
         separate = sampler == SAMPLER
-        rollout = replace(job.config.rollout, tensor_parallel=place.tensor_parallel, async_sampling=None)
-        ranks = sum(len(each.ranks) for each in plan.sampling_places)
+        rollout = job.config.rollout
+        ranks = sum(map(len, plan.sampling_groups))
         if rollout.vllm is not None and rollout.vllm.urls:  # servers with memory of their own
             rows = -(-rollout.prompts_per_step * rollout.sampling.n // ranks)
             return PhaseMemory("generation", base, self.machine), MemoryUse(), rows
-        memory = GenerationMemory(model, rollout, dtype, job.device)
         # a vLLM server on the rank's device has copies of the weights
-        inference = self._inference_bytes(memory, actor, in_use=separate or rollout.vllm is not None)
+        inference = self._inference_bytes(plan, in_use=separate or rollout.vllm is not None)
         copies = 0.0
         if plan.policy_lag and not separate:  # each rollout is sampled from weights of its own
-            copies = plan.policy_lag * self._inference_bytes(memory, actor, in_use=True).weights
+            copies = plan.policy_lag * self._inference_bytes(plan, in_use=True).weights
         if separate:
-            sent = _travelling(model, plan, "actor", SAMPLER) * dtype.itemsize
+            sent = _travelling(_shapes(job.actor), plan, "actor", SAMPLER) * job.inference_dtype.itemsize
             inference = replace(inference, building=inference.building + sent)
         residency = plan.residency(job)[sampler]
         if residency.visits("optimizer"):
             movable = self._engine(job.actor, plan).movable
             base += MemoryUse(optimizer=-movable, host=movable)
-        sampling = memory.sampling(base, inference, self.machine, ranks=ranks, copies=copies)
+        sampling = self._sampler(plan.sampling.tensor_parallel).sampling(
+            base, inference, self.machine, ranks=ranks, copies=copies
+        )
         cache = sampling.cache
         kept = MemoryUse()
         if residency.stays("inference weights"):
@@ -163,32 +148,35 @@ class MemoryModel:
             buffers = sampling.step_buffers if plan.policy_lag else 0.0
             kept += MemoryUse(cache=cache.cache_bytes, buffers=buffers)
         # rows take pages as they grow, so more rows of mean length than of full length have room
-        longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
-        rows = min(cache.rows, int(cache.full_length_rows * longest / job.lengths.mean_row))
-        return sampling.phase, kept, max(1, rows)
+        at_once = min(cache.rows, int(cache.full_length_rows * longest_row(rollout) / job.lengths.mean_row))
+        return sampling.phase, kept, max(1, at_once)
 
-    def _inference_bytes(self, memory: GenerationMemory, actor: RolePlacement, *, in_use: bool) -> InferenceBytes:
+    @once
+    def _sampler(self, tensor_parallel: int) -> GenerationMemory:
+        """The actor on a rank that samples."""
+        job = self._job
+        rollout = replace(job.config.rollout, tensor_parallel=tensor_parallel, async_sampling=None)
+        return GenerationMemory(_shapes(job.actor), rollout, job.inference_dtype, job.device)
+
+    def _inference_bytes(self, plan: StepPlan, *, in_use: bool) -> InferenceBytes:
+        actor = plan.roles["actor"]
         gathers = actor.zero == 3 and (len(actor.ranks) > 1 or self._job.actor.zero.offload_parameters)
-        key = ("inference", memory.rollout.tensor_parallel, actor.zero, gathers, in_use)
-        return self._once(key, lambda: memory.weights(stage=actor.zero, gathers=gathers, in_use=in_use))
+        memory = self._sampler(plan.sampling.tensor_parallel)
+        return memory.weights(stage=actor.zero, gathers=gathers, in_use=in_use)
 
-    def _engine(self, role: RoleJob, plan: StepPlan) -> EngineMemory:
-        def build() -> EngineMemory:
-            return self._built(role, plan.roles[role.name], plan.residency(self._job)[role.name])
-
-        return self._once(self._engine_key(role, plan), build)
-
-    @staticmethod
-    def _engine_key(role: RoleJob, plan: StepPlan) -> tuple[object, ...]:
+    def _engine_key(self, role: RoleJob, plan: StepPlan) -> tuple[object, ...]:
         """What decides the memory of a role's engine."""
         place = plan.roles[role.name]
-        settings = (plan.offloads_optimizer(role.name, role.zero), plan.offload_frozen)
-        return role.name, len(place.ranks), place.zero, place.tensor_parallel, *settings
+        offloads = (plan.offloads_optimizer(role.name, role.zero), plan.offload_frozen)
+        return role.name, len(place.ranks), place.zero, place.tensor_parallel, *offloads
 
-    def _built(self, role: RoleJob, place: RolePlacement, residency: RoleResidency) -> EngineMemory:
+    @once_for(_engine_key)
+    def _engine(self, role: RoleJob, plan: StepPlan) -> EngineMemory:
+        job = self._job
+        place = plan.roles[role.name]
         if not role.is_trained and (place.tensor_parallel > 1 or role.name == CRITIC_COPY):
-            job = self._job
             return split_memory(_shapes(role), dtype=job.dtype, ranks=place.tensor_parallel, device=job.device)
+        residency = plan.residency(job)[role.name]
         config = residency.frozen_zero(place.zero)
         if role.is_trained:
             config = ZeroConfig(
@@ -197,36 +185,28 @@ class MemoryModel:
                 offload_parameters=residency.at("weights", "updates") == "host",
             )
         engine = engine_memory(
-            _shapes(role),
-            config,
-            role.optimizer,
-            dtype=self._job.dtype,
-            ranks=len(place.ranks),
-            overrides=self._job.overrides,
+            _shapes(role), config, role.optimizer, dtype=job.dtype, ranks=len(place.ranks), overrides=job.overrides
         )
         if role.bound_to is not None:
             own = engine.held.weights * role.sizes.trained / role.sizes.parameters
             engine = replace(engine, held=replace(engine.held, weights=own))
         return engine.with_weights_on_host() if residency.visits("weights") else engine
 
+    @once_for(lambda self, role, plan, *, backward: (backward, self._engine_key(role, plan), self._batch(role, plan)))
     def _passing(self, role: RoleJob, plan: StepPlan, *, backward: bool) -> MemoryUse:
         """What an engine adds while it trains or reads; in training the actor replays recorded experts."""
         batch = self._batch(role, plan)
-
-        def measured() -> MemoryUse:
-            engine = self._engine(role, plan)
-            measure = engine.training if backward else engine.forward
-            if self._exact:
-                use = measure(batch)
-            else:  # a row and as many as the settings allow are measured
-                most = self._micro_batch(self._job.learned_rows)
-                use = _between(measure(self._micro_batch(1)), measure(most), batch.rows, most.rows)
-            if backward and role.name == "actor":
-                routes = replayed_bytes(_shapes(role), self._job.config.rollout)
-                use += MemoryUse(buffers=routes * batch.rows * batch.length)
-            return use
-
-        return self._once((backward, *self._engine_key(role, plan), batch), measured)
+        engine = self._engine(role, plan)
+        measure = engine.training if backward else engine.forward
+        if self._exact:
+            use = measure(batch)
+        else:  # a row and as many as the settings allow are measured
+            most = self._micro_batch(self._job.learned_rows)
+            use = _between(measure(self._micro_batch(1)), measure(most), batch.rows, most.rows)
+        if backward and role.name == "actor":
+            routes = replayed_bytes(_shapes(role), self._job.config.rollout)
+            use += MemoryUse(buffers=routes * batch.rows * batch.length)
+        return use
 
     def _batch(self, role: RoleJob, plan: StepPlan) -> BatchShape:
         job = self._job
@@ -236,18 +216,16 @@ class MemoryModel:
         return self._micro_batch(-(-job.learned_rows // parts))
 
     def _micro_batch(self, rows: int) -> BatchShape:
-        rollout = self._job.config.rollout
-        train = self._job.config.train
-        new = rollout.sampling.max_new_tokens
-        return micro_batch(train, self._job.config.model, rows, rollout.max_prompt_tokens + new, head_tokens=new)
+        config = self._job.config
+        new = config.rollout.sampling.max_new_tokens
+        return micro_batch(config.train, config.model, rows, longest_row(config.rollout), head_tokens=new)
 
 
-@lru_cache(maxsize=1024)
-def _alike(places: tuple[tuple[str, tuple[int, ...]], ...]) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+def _alike(roles: Mapping[str, RolePlacement]) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
     """Ranks with the same roles."""
     held: dict[int, tuple[str, ...]] = defaultdict(tuple)
-    for name, ranks in places:
-        for rank in ranks:
+    for name, role in roles.items():
+        for rank in role.ranks:
             held[rank] += (name,)
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank in sorted(held):

@@ -13,13 +13,15 @@ from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.engines.residency.rules import residency_table
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
+from hybrid_rlhf.planning.device import Cluster, Device
+from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.job import RLJob
-from hybrid_rlhf.planning.phase_memory import Cluster, Device
+from hybrid_rlhf.planning.phase_memory import longest_row
 from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.search import STYLES, Candidate, Search, SearchResult
 from hybrid_rlhf.planning.step_time import PHASES
-from hybrid_rlhf.runtime.placement import CRITIC_COPY, READS_ACTOR, Placement, role_label
+from hybrid_rlhf.runtime.placement import READS_ACTOR, Placement, role_label
 
 _GIB = 2**30
 _HALVINGS = 2
@@ -110,9 +112,11 @@ class PlacementAnswer:
         best = self.best
         if misfit is not None:
             tried = "by ranks, ZeRO, offloading and micro-batches alone"
+            room = misfit.tightest
+            unit = "GiB of host memory" if room.of_host else "GiB"
             return (
                 f"does not fit {'as configured' if candidate is self.configured else tried}: rank {misfit.ranks[0]}, "
-                f"{misfit.name}, {misfit.total / _GIB:.1f} of {misfit.machine.device_bytes / _GIB:.1f} GiB"
+                f"{misfit.name}, {room.needed / _GIB:.1f} of {room.available / _GIB:.1f} {unit}"
             )
         if candidate.time is None:
             return "fits; times with a copy of the critic are not predicted"
@@ -196,22 +200,19 @@ def plan_placement(
         listed: how many plans are listed beside the best of each style.
     """
 
-    def search_with(tokens: int | None, keep: int = 1) -> Search:
+    def search_with(tokens: int, keep: int = 1) -> Search:
         changed = with_micro_batches(job, tokens)
-        costs = Costs(changed, curves, machine.cluster)
-        return Search(costs, MemoryModel(changed, machine), keep=keep, micro_batch_tokens=tokens)
+        return Search(Costs(changed, curves, machine.cluster), MemoryModel(changed, machine), keep=keep)
 
-    result = None
+    result = SearchResult((), 0, ())
     styles = list(STYLES)
     smaller, larger = _micro_batches(job)
     for tokens in smaller:
-        more = search_with(tokens, listed + 1).run(styles)
-        result = more if result is None else result.merged(more)
+        result = result.merged(search_with(tokens, listed + 1).run(styles))
         # smaller micro-batches only add time, unless they make room for what is offloaded or does not fit
         if result.best is not None and not result.best.plan.offloads:
             break
         styles = [each.plan.placement.style for each in result.ranked if each.time is None or each.plan.offloads]
-    assert result is not None
     for tokens in larger:
         result = result.merged(_faster(search_with(tokens), result))
     own = None if configured is None else configured_plan(job, curves, machine, configured)
@@ -220,12 +221,8 @@ def plan_placement(
 
 def configured_plan(job: RLJob, curves: MachineCurves, machine: Device, placement: Placement) -> Candidate:
     """The plan that a job's config is under a placement, with its memory measured exactly."""
-    memory = MemoryModel(job, machine, exact=True)
-    plan = StepPlan.of(job.config, placement)
-    # the time with a copy of the critic is not predicted
-    if CRITIC_COPY in plan.roles:
-        return Candidate(plan, memory(plan))
-    return Search(Costs(job, curves, machine.cluster), memory).evaluate(plan)
+    costs = Costs(job, curves, machine.cluster)
+    return Candidate.of(costs, MemoryModel(job, machine, exact=True), StepPlan.of(job.config, placement))
 
 
 def _faster(search: Search, found: SearchResult) -> SearchResult:
@@ -241,21 +238,20 @@ def with_micro_batches(job: RLJob, tokens: int | None) -> RLJob:
     """The job with another train.micro_batch_tokens; none: as configured."""
     if tokens is None:
         return job
-    return replace(job, config=replace(job.config, train=replace(job.config.train, micro_batch_tokens=tokens)))
+    return replace(job, config=with_settings(job.config, {"train.micro_batch_tokens": tokens}))
 
 
-def _micro_batches(job: RLJob) -> tuple[list[int | None], list[int]]:
-    """Values of train.micro_batch_tokens to look at: none, which is the configured one, with smaller ones; and larger
-    ones. A number of rows is kept."""
+def _micro_batches(job: RLJob) -> tuple[list[int], list[int]]:
+    """Values of train.micro_batch_tokens to look at: the configured one with smaller ones; and larger ones. A number of
+    rows is kept."""
     train = job.config.train
-    if train.micro_batch_size is not None:
-        return [None], []
     tokens = train.micro_batch_tokens
-    longest = job.config.rollout.max_prompt_tokens + job.config.rollout.sampling.max_new_tokens
+    if train.micro_batch_size is not None:
+        return [tokens], []
+    longest = longest_row(job.config.rollout)
     halves = [tokens // 2**power for power in range(1, _HALVINGS + 1)]
-    return [None, *(half for half in halves if half >= longest)], [
-        tokens * 2**power for power in range(1, _DOUBLINGS + 1)
-    ]
+    doubles = [tokens * 2**power for power in range(1, _DOUBLINGS + 1)]
+    return [tokens, *(half for half in halves if half >= longest)], doubles
 
 
 def _on_one_line(plan: StepPlan) -> str:

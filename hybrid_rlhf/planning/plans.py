@@ -64,11 +64,6 @@ class StepPlan:
         return (SAMPLER,) + ("actor",) * self.placement.with_actor if self.separate else ("actor",)
 
     @property
-    def sampling_places(self) -> list[RolePlacement]:
-        """All that sample: these ranks, and with `with_actor` the actor's beside the sampler's."""
-        return [self.roles[name] for name in self.samplers]
-
-    @property
     def sampling_groups(self) -> list[tuple[int, ...]]:
         """The tensor-parallel groups that sample; prompt i goes to group i mod their number."""
         return self.placement.sampling_groups
@@ -79,13 +74,12 @@ class StepPlan:
 
     def residency(self, job: RLJob) -> dict[str, RoleResidency]:
         """Where the memory of each role is in each phase."""
-        learners = [job.roles[name] for name in LEARNERS if name in job.roles]
         rules = replace(
             ResidencyRules.of(job.config, cuda=job.device.type == "cuda" and not self.policy_lag),
             offload_frozen=self.offload_frozen,
             offload_states=self.offload_states,
             policy_lag=self.policy_lag,
-            optimizers_on_host=[role.name for role in learners if self.offloads_optimizer(role.name, role.zero)],
+            optimizers_on_host=[role.name for role in job.learners if self.offloads_optimizer(role.name, role.zero)],
         )
         return rules.roles(self.placement)
 

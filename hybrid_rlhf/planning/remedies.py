@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +18,11 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
+from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.dotted_keys import Settings, with_settings
 from hybrid_rlhf.planning.job import EXPERTS
-from hybrid_rlhf.planning.memo import Memo
-from hybrid_rlhf.planning.phase_memory import AnyStep, Device
+from hybrid_rlhf.planning.memo import once_for
+from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory
 from hybrid_rlhf.planning.shapes import read_config
 from hybrid_rlhf.planning.step_memory import Planner
 
@@ -60,9 +61,9 @@ class _Change:
     """What may be changed, from least to most."""
 
     name: str
-    levels: tuple[Settings, ...]
-    needs: tuple[str, ...] = ()
-    """Changes without which it is not allowed."""
+    levels: Sequence[Settings]
+    need: str | None = None
+    """A change without which it is not allowed."""
 
     def changes(self, settings: Settings) -> bool:
         """True if settings have its keys."""
@@ -151,7 +152,7 @@ def _four_bit(config: AnyStep) -> list[Settings]:
     """Adapters over 4-bit weights, which checkpoint, unless the step has these."""
     if config.model.quantization is not None:
         return []
-    changes = (change for change in _engine_changes(config, 1) if change.name == _ADAPTERS)
+    changes = (change for change in _engine_changes(config) if change.name == _ADAPTERS)
     base = {"model.quantization": "nf4", "model.gradient_checkpointing": True}
     return [{**base, **next((change.levels[0] for change in changes), {})}]
 
@@ -162,7 +163,12 @@ def _shorter_rows(config: AnyStep) -> list[Settings]:
         key, longest = "rollout.sampling.max_new_tokens", config.rollout.sampling.max_new_tokens
     else:
         key, longest = "data.max_length", config.data.max_length
-    return [{key: longest // 2**power} for power in range(1, 30) if longest // 2**power >= _SHORTEST_ROW]
+    return _halves(key, longest, least=_SHORTEST_ROW)
+
+
+def _halves(key: str, value: int, *, least: int) -> list[Settings]:
+    """Settings of a key with half of a value, a quarter and so on, down to a limit."""
+    return [{key: value // 2**power} for power in range(1, 30) if value // 2**power >= least]
 
 
 class _RemedySearch:
@@ -172,13 +178,12 @@ class _RemedySearch:
         self._planner = planner
         self._config = config
         self._seconds = seconds
-        self._once = Memo()
         self._changes: dict[str, _Change] = {}
         for change in _changes(config, planner.machine):
-            # of those that need others, the rules are not looked at yet
-            levels = [level for level in change.levels if change.needs or self._is_valid(level)]
+            # of those that need another, the rules are not looked at yet
+            levels = [level for level in change.levels if change.need or self._is_valid(level)]
             if levels:
-                self._changes[change.name] = replace(change, levels=tuple(levels))
+                self._changes[change.name] = replace(change, levels=levels)
 
     def best(self, *, adapters: bool) -> Remedy | None:
         """The advised remedy, with adapters or without; none: there is none."""
@@ -194,8 +199,7 @@ class _RemedySearch:
                 settings = self._weakened(names, fixed)
                 if self._fits(settings) and self._is_minimal(settings) and settings not in found:
                     found.append(settings)
-        timed = [(self._order(settings), number) for number, settings in enumerate(found)]
-        return self._remedy(found[min(timed)[1]]) if timed else None
+        return self._remedy(min(found, key=self._order)) if found else None
 
     def _minimal(self, even: Sequence[str], fixed: Settings) -> Iterator[tuple[str, ...]]:
         """Sets of changes that suffice for the device beside fixed ones, at their strongest, and of which none can be
@@ -222,19 +226,15 @@ class _RemedySearch:
                     yield names
 
     def _closed(self, names: Collection[str], fixed: Settings) -> tuple[str, ...]:
-        """The changes without those whose needs are missing."""
-        kept = [name for name in self._changes if name in names]
-        given = {name for name in self._changes if self._changes[name].levels[0].keys() & fixed.keys()}
-        while True:
-            allowed = [name for name in kept if {*self._changes[name].needs} <= {*kept, *given}]
-            if allowed == kept:
-                return tuple(kept)
-            kept = allowed
+        """The changes without those that need a missing one; what they need needs no other."""
+        given = {name for name, change in self._changes.items() if change.levels[0].keys() & fixed.keys()}
+        allowed = {None, *names, *given}
+        return tuple(name for name in self._changes if name in names and self._changes[name].need in allowed)
 
     def _suits(self, name: str, fixed: Settings) -> bool:
         """True if the rules allow a change beside fixed ones."""
-        needs = [self._changes[each].levels[0] for each in self._changes[name].needs if each in self._changes]
-        return self._is_valid(_merged([*needs, self._changes[name].levels[-1], fixed]))
+        change = self._changes[name]
+        return self._is_valid(_needed(change, self._changes) | change.levels[-1] | fixed)
 
     def _strongest(self, names: Collection[str], fixed: Settings) -> Settings:
         return _merged([fixed, *(self._changes[name].levels[-1] for name in names)])
@@ -280,52 +280,59 @@ class _RemedySearch:
 
     def _fits(self, settings: Settings, *, device_alone: bool = False) -> bool:
         """True if a step fits; `device_alone`: whatever it takes of the host, which changes take more of, not less."""
+        phases = self._phases(settings)
+        if device_alone:
+            return phases is not None and all(phase.total <= phase.machine.device_bytes for phase in phases)
+        return phases is not None and all(phase.fits for phase in phases)
 
-        def fits() -> tuple[bool, bool]:
-            try:
-                phases = self._planner.phases(with_settings(self._config, settings))
-            except UserError:  # violates a rule together with the other settings
-                return False, False
-            on_device = all(phase.total <= phase.machine.device_bytes for phase in phases)
-            return on_device, all(phase.fits for phase in phases)
-
-        return self._once(tuple(sorted(settings.items())), fits)[0 if device_alone else 1]
+    @once_for(lambda self, settings: tuple(sorted(settings.items())))
+    def _phases(self, settings: Settings) -> list[PhaseMemory] | None:
+        """The phases of a step; none: settings violate a rule together with the others."""
+        try:
+            return self._planner.phases(with_settings(self._config, settings))
+        except UserError:
+            return None
 
 
 def candidates(config: AnyStep, machine: Device) -> Iterator[Settings]:
     """Settings that may reduce the memory of a step, in order of increasing cost; each is to be applied alone."""
-    changes = {each.name: each for each in _changes(config, machine)}
+    changes = {change.name: change for change in _changes(config, machine)}
     for change in changes.values():
-        base = _merged([changes[name].levels[0] for name in change.needs if name in changes])
-        yield from ({**base, **level} for level in change.levels)
+        yield from (_needed(change, changes) | level for level in change.levels)
+
+
+def _needed(change: _Change, changes: Mapping[str, _Change]) -> Settings:
+    """The settings that a change needs besides its own."""
+    if change.need is None or change.need not in changes:
+        return {}
+    return changes[change.need].levels[0]
 
 
 def _changes(config: AnyStep, machine: Device) -> Iterator[_Change]:
     """What may reduce the memory of a step, in order of increasing cost."""
-    checkpointing = _Change("model.gradient_checkpointing", ({"model.gradient_checkpointing": True},))
+    checkpointing = _Change("model.gradient_checkpointing", [{"model.gradient_checkpointing": True}])
     if not config.model.gradient_checkpointing:
         yield checkpointing
     if config.train.micro_batch_size is None:
-        tokens = [config.train.micro_batch_tokens // 2**power for power in range(1, 30)]
-        yield _Change("train", tuple({"train.micro_batch_tokens": each} for each in tokens if each >= 512))
+        smaller = _halves("train.micro_batch_tokens", config.train.micro_batch_tokens, least=512)
     else:
-        rows = [config.train.micro_batch_size // 2**power for power in range(1, 30)]
-        yield _Change("train", tuple({"train.micro_batch_size": each} for each in rows if each >= 1))
+        smaller = _halves("train.micro_batch_size", config.train.micro_batch_size, least=1)
+    yield _Change("train", smaller)
     if not config.model.activation_offload:
-        needs = () if config.model.gradient_checkpointing else (checkpointing.name,)
-        yield _Change("model.activation_offload", ({"model.activation_offload": True},), needs)
-    yield from _engine_changes(config, machine.ranks)
+        need = None if config.model.gradient_checkpointing else checkpointing.name
+        yield _Change("model.activation_offload", [{"model.activation_offload": True}], need)
+    yield from _engine_changes(config)
     if isinstance(config, RLConfig):
         most = config.rollout.kv_cache_gib
         # without a size the cache takes what is left, which on a small device is less than a size that is set
         limit = machine.device_bytes / 2**30 / 4 if most is None else most
         sizes = [each for each in (8.0, 4.0, 2.0, 1.0, 0.5) if each < limit]
-        yield _Change("rollout.kv_cache_gib", tuple({"rollout.kv_cache_gib": each} for each in sizes))
+        yield _Change("rollout.kv_cache_gib", [{"rollout.kv_cache_gib": each} for each in sizes])
         for key in ("offload_frozen", "offload_states"):
             if not getattr(config.rollout, key):
-                yield _Change(f"rollout.{key}", ({f"rollout.{key}": True},))
+                yield _Change(f"rollout.{key}", [{f"rollout.{key}": True}])
         sizes_together = group_sizes(machine, above=config.rollout.tensor_parallel)
-        yield _Change("rollout.tensor_parallel", tuple({"rollout.tensor_parallel": each} for each in sizes_together))
+        yield _Change("rollout.tensor_parallel", [{"rollout.tensor_parallel": each} for each in sizes_together])
 
 
 def group_sizes(machine: Device, *, above: int = 1) -> list[int]:
@@ -337,7 +344,7 @@ def group_sizes(machine: Device, *, above: int = 1) -> list[int]:
     return sorted(size for size in {*within, *across} if size > above and machine.ranks % size == 0)
 
 
-def _engine_changes(config: AnyStep, ranks: int) -> Iterator[_Change]:
+def _engine_changes(config: AnyStep) -> Iterator[_Change]:
     """Changes of the engines that train. A critic follows the actor unless it has settings of its own."""
     sections: dict[str, tuple[ZeroConfig, LoraConfig | None]]
     if isinstance(config, RLConfig):
@@ -353,15 +360,15 @@ def _engine_changes(config: AnyStep, ranks: int) -> Iterator[_Change]:
     zeros = [zero for zero, _ in sections.values()]
     least = min(zero.stage for zero, _ in sections.values())
     # a stage that shards nothing makes offloading possible
-    yield _Change("zero.stage", tuple(each("zero.stage", stage) for stage in (2, 3) if least < stage))
+    yield _Change("zero.stage", [each("zero.stage", stage) for stage in (2, 3) if least < stage])
     if not all(zero.offload_optimizer for zero in zeros):
-        needs = () if least else ("zero.stage",)
-        yield _Change("zero.offload_optimizer", (each("zero.offload_optimizer", True),), needs)
+        need = None if least else "zero.stage"
+        yield _Change("zero.offload_optimizer", [each("zero.offload_optimizer", True)], need)
     if not all(zero.offload_parameters for zero in zeros):
-        needs = () if least == 3 else ("zero.stage",)
-        yield _Change("zero.offload_parameters", (each("zero.offload_parameters", True),), needs)
+        need = None if least == 3 else "zero.stage"
+        yield _Change("zero.offload_parameters", [each("zero.offload_parameters", True)], need)
     if any(lora is None for _, lora in sections.values()):
-        yield _Change(_ADAPTERS, (each("lora.rank", 16),))
+        yield _Change(_ADAPTERS, [each("lora.rank", 16)])
 
 
 def _merged(options: Sequence[Settings]) -> Settings:

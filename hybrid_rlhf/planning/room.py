@@ -6,17 +6,14 @@ all rows have the maximum length.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
-
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import has_separate_sampler, in_words
-from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device, PhaseMemory, own_device
-from hybrid_rlhf.planning.plans import StepPlan
+from hybrid_rlhf.planning.device import Device, own_device
+from hybrid_rlhf.planning.dotted_keys import with_settings
+from hybrid_rlhf.planning.phase_memory import largest_misfit
 from hybrid_rlhf.planning.remedies import remedies
-from hybrid_rlhf.planning.step_memory import Planner
+from hybrid_rlhf.planning.step_memory import Planner, lacks_kv_cache
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -45,27 +42,18 @@ def require_room(config: RLConfig, placement: Placement, world: World) -> None:
 def misfit(config: RLConfig, placement: Placement, machine: Device) -> str | None:
     """The phase that exceeds its memory most, and what would fit; none where everything fits."""
     planner = Planner(machine)
-    misfits = [each for each in planner.memory(config, placement) if not each.fits]
-    if not misfits:
+    phase = largest_misfit(planner.memory(config, placement))
+    if phase is None:
         return None
-    largest = max(misfits, key=lambda each: _excess(each)[0])
-    excess, where, has = _excess(largest)
+    room = phase.tightest
+    where = "its share of the host" if room.of_host else "its GPU"
     found = remedies(planner, config)
     advice = "set " + " or ".join(each.in_words() for each in found) if found else "use more ranks, or a smaller model"
-    ranks = f"rank{'s' * (len(largest.ranks) > 1)} {in_words(largest.ranks)}"
+    ranks = f"rank{'s' * (len(phase.ranks) > 1)} {in_words(phase.ranks)}"
     return (
-        f"placement {placement.style} must fit into memory, {largest.name} on {ranks} needs "
-        f"{(has + excess) / _GIB:.2f} GiB, {excess / _GIB:.2f} more than {where} has: {advice}"
+        f"placement {placement.style} must fit into memory, {phase.name} on {ranks} needs "
+        f"{room.needed / _GIB:.2f} GiB, {room.missing / _GIB:.2f} more than {where} has: {advice}"
     )
-
-
-def _excess(phase: PhaseMemory) -> tuple[float, str, float]:
-    """Bytes that a phase needs beyond the available ones, where, and the available bytes."""
-    machine = phase.machine
-    device = (phase.total - machine.device_bytes, "its GPU", machine.device_bytes)
-    if machine.host_bytes is None:
-        return device
-    return max(device, (phase.need.host - machine.host_bytes, "its share of the host", machine.host_bytes))
 
 
 def resolve_kv_cache(config: RLConfig, placement: Placement, world: World) -> RLConfig:
@@ -77,9 +65,7 @@ def resolve_kv_cache(config: RLConfig, placement: Placement, world: World) -> RL
     Raises:
         UserError: on every rank, when a model's config cannot be read.
     """
-    rollout = config.rollout
-    overlaps = StepPlan.of(config, placement).policy_lag > 0
-    if not overlaps or rollout.kv_cache_gib is not None or rollout.backend == "vllm":
+    if not lacks_kv_cache(config, placement):
         return config
     with shared_user_errors(world):
         if world.is_main:
@@ -110,15 +96,14 @@ def resolve_keep_weights(config: RLConfig, world: World) -> RLConfig:
     with shared_user_errors(world):
         rollout = config.rollout
         if world.is_main and world.device.type == "cuda" and rollout.backend == "auto" and not rollout.policy_lag:
-            total = torch.cuda.get_device_properties(world.device).total_memory
-            keep = plan_has_room(config, Device(world.device, world.size, total - GPU_RESERVE_GIB * _GIB))
+            keep = plan_has_room(config, own_device(world.size, local=world.local_size))
     keep = world.broadcast_object(keep)
     if keep and world.is_main:
         logger.info("inference weights and CUDA graphs stay in memory between rollouts: the memory plan has room")
-    return replace(config, rollout=replace(config.rollout, keep_weights=keep))
+    return with_settings(config, {"rollout.keep_weights": keep})
 
 
 def plan_has_room(config: RLConfig, machine: Device) -> bool:
     """True if every phase fits with inference weights and cache kept, and all completions are decoded at once."""
-    kept = replace(config, rollout=replace(config.rollout, keep_weights=True))
+    kept = with_settings(config, {"rollout.keep_weights": True})
     return all(phase.fits and not phase.note for phase in Planner(machine).phases(kept))

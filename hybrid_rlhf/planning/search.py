@@ -30,10 +30,11 @@ from hybrid_rlhf.planning.candidates import (
     shardings,
 )
 from hybrid_rlhf.planning.costs import Costs
-from hybrid_rlhf.planning.memo import Memo
+from hybrid_rlhf.planning.memo import once_for
 from hybrid_rlhf.planning.placed_memory import MemoryModel, PlanMemory
 from hybrid_rlhf.planning.plans import LEARNERS, SAMPLER, StepPlan
 from hybrid_rlhf.planning.step_time import StepTime, step_time
+from hybrid_rlhf.runtime.placement import CRITIC_COPY
 
 STYLES = (*NAMED_STYLES, "hybrid")
 
@@ -45,6 +46,15 @@ class Candidate:
     plan: StepPlan
     memory: PlanMemory
     time: StepTime | None = None
+
+    @classmethod
+    def of(cls, costs: Costs, memory: MemoryModel, plan: StepPlan) -> Candidate:
+        """A plan with the micro-batches of a job, predicted; the time with a copy of the critic is not."""
+        plan = replace(plan, micro_batch_tokens=costs.job.config.train.micro_batch_tokens)
+        need = memory(plan)
+        if need.misfit is not None or CRITIC_COPY in plan.roles:
+            return cls(plan, need)
+        return cls(plan, need, step_time(costs, plan, rows_at_once=need.rows_at_once))
 
     @property
     def fits(self) -> bool:
@@ -112,8 +122,7 @@ class _Sampling(NamedTuple):
     kind: tuple[int, bool]
     """Size of the tensor-parallel groups, and true if the actor's ranks sample beside a sampler's."""
     seconds: float
-    sync: float
-    """Seconds of the weight sync."""
+    """With the weight sync."""
     ahead: float
     """Seconds of the transfer during the critic's last update."""
 
@@ -121,20 +130,15 @@ class _Sampling(NamedTuple):
 class Search:
     """Looks for the plan with the shortest step that fits into memory."""
 
-    def __init__(
-        self, costs: Costs, memory: MemoryModel, *, keep: int = 1, micro_batch_tokens: int | None = None
-    ) -> None:
-        """Take the prices, the memory, how many plans of each style are wanted, and the train.micro_batch_tokens of the
-        job where it is not the configured one."""
+    def __init__(self, costs: Costs, memory: MemoryModel, *, keep: int = 1) -> None:
+        """Take the prices, the memory, and how many plans of each style are wanted."""
         self.costs = costs
         self.memory = memory
         self._job = costs.job
         self._cluster = costs.cluster
         self._evaluated = 0
         self._keep = keep
-        self._micro_batch_tokens = micro_batch_tokens
         self._fitting: list[Candidate] = []
-        self._once = Memo()
         self._device_bytes = memory.machine.device_bytes
         of_everyone = [
             costs.messages("gather"),
@@ -157,19 +161,11 @@ class Search:
 
     def evaluate(self, plan: StepPlan) -> Candidate:
         """Memory and time of one plan."""
-        candidate = self._with_memory(plan)
-        memory = candidate.memory
-        if memory.misfit is not None:
-            return candidate
-        time = step_time(self.costs, plan, rows_at_once=memory.rows_at_once)
-        candidate = replace(candidate, time=time)
-        self._fitting.append(candidate)
-        return candidate
-
-    def _with_memory(self, plan: StepPlan) -> Candidate:
-        """A plan with its memory."""
+        candidate = Candidate.of(self.costs, self.memory, plan)
         self._evaluated += 1
-        return Candidate(replace(plan, micro_batch_tokens=self._micro_batch_tokens), self.memory(plan))
+        if candidate.time is not None:
+            self._fitting.append(candidate)
+        return candidate
 
     def _best(self, some: list[Layout]) -> Candidate:
         """The fastest plan of layouts of a style, or the one nearest to fitting."""
@@ -211,7 +207,7 @@ class Search:
 
     def _fastest_sampling(self, layout: Layout, offload: Offload, actor: Sharding) -> float:
         """Seconds of sampling with its weight sync, at least."""
-        return min(sampling.seconds + sampling.sync for sampling in self._samplings(layout, offload, actor))
+        return min(sampling.seconds for sampling in self._samplings(layout, offload, actor))
 
     def _plans(
         self, layout: Layout, offload: Offload, limit: float
@@ -238,7 +234,7 @@ class Search:
                 continue
             shared = {name: way.sharding for name, way in ways.items()}
             for sampling in self._samplings(layout, offload, actor):
-                seconds = self._seconds(layout, ways, sampling.seconds + sampling.sync, sampling.ahead)
+                seconds = self._seconds(layout, ways, sampling.seconds, sampling.ahead)
                 plans.append((seconds, shared, sampling.kind))
         return sorted(plans, key=lambda plan: plan[0]), fits
 
@@ -267,40 +263,42 @@ class Search:
         # with a lag, ranks that send no weights go on to score during a sync
         return max(main, sampled) if lag_of(self._job, layout) else main + sampled
 
+    @once_for(
+        lambda self, layout, offload, actor: (
+            layout.places["actor"],
+            layout.places.get(SAMPLER),
+            actor,
+            offload.offload_states,
+        )
+    )
     def _samplings(self, layout: Layout, offload: Offload, actor: Sharding) -> list[_Sampling]:
         """The ways to sample from an actor."""
-        places = layout.places
 
         def sampling(kind: tuple[int, bool]) -> _Sampling:
             plan = plan_of(self._job, layout, {"actor": actor}, sampling=kind, offload=offload)
             works = self.costs.sampling(plan, rows_at_once=len(self._job.lengths.completions))
             ahead = self.costs.transfer_ahead(plan)
-            sync = self.costs.weight_sync(plan).seconds
-            return _Sampling(kind, max(work.seconds for work in works), sync, 0.0 if ahead is None else ahead.seconds)
+            seconds = max(work.seconds for work in works) + self.costs.weight_sync(plan).seconds
+            return _Sampling(kind, seconds, 0.0 if ahead is None else ahead.seconds)
 
-        key = (places["actor"], places.get(SAMPLER), actor, offload.offload_states)
-        return self._once(key, lambda: [sampling(kind) for kind in samplings(self._job, layout, self._cluster)])
+        return [sampling(kind) for kind in samplings(self._job, layout, self._cluster)]
 
+    @once_for(lambda self, layout, name, offload: (name, layout.places[name], lag_of(self._job, layout), offload))
     def _ways_of(self, layout: Layout, name: str, offload: Offload) -> list[_Way]:
         """The ways of a role, without those that another one beats."""
-        ranks = layout.places[name]
-
-        def unbeaten() -> list[_Way]:
-            ways = [
-                self._way(layout, name, sharding, offload)
-                for sharding in shardings(self._job, self._cluster, name, ranks)
-            ]
-            if name == "actor":  # its stage decides the weight sync too
-                return ways
-            return [way for way in ways if not any(other.beats(way) for other in ways)]
-
-        return self._once((name, ranks, lag_of(self._job, layout), offload), unbeaten)
+        ways = [
+            self._way(layout, name, sharding, offload)
+            for sharding in shardings(self._job, self._cluster, name, layout.places[name])
+        ]
+        if name == "actor":  # its stage decides the weight sync too
+            return ways
+        return [way for way in ways if not any(other.beats(way) for other in ways)]
 
     def _way(self, layout: Layout, name: str, sharding: Sharding, offload: Offload) -> _Way:
         role = self._job.roles[name]
         plan = plan_of(self._job, layout, {name: sharding}, offload=offload)
         times = self._job.actor_reads(lag=plan.policy_lag) if name == "actor" else 1
-        read = self.costs.read(role, plan, times=times).seconds if times else 0.0
+        read = (self.costs.read(role, plan) * times).seconds
         update = self.costs.updates(role, plan).seconds if role.is_trained else 0.0
         return _Way(sharding, read, update, *self.memory.of_role(plan, name))
 
@@ -314,11 +312,12 @@ class Search:
         return [way for way in ways[name] if beside + way.held + way.added <= self._device_bytes]
 
     def _has_room(self, layout: Layout, ways: Mapping[str, _Way]) -> bool:
-        for names in layout.classes:
-            mine = [ways[name] for name in names if name != SAMPLER]
-            if sum(way.held for way in mine) + max((way.added for way in mine), default=0.0) > self._device_bytes:
-                return False
-        return True
+        """True if all ranks have room for their roles and what one of them adds."""
+        on_ranks = ([ways[name] for name in names if name in ways] for names in layout.classes)
+        return all(
+            sum(way.held for way in some) + max((way.added for way in some), default=0.0) <= self._device_bytes
+            for some in on_ranks
+        )
 
     def _nearest(self, some: list[Layout]) -> Candidate:
         """The plan of layouts that takes the least memory."""
@@ -335,4 +334,4 @@ class Search:
             return held, plan_of(self._job, layout, shared, sampling=(together, False), offload=offload)
 
         _, plan = min((smallest(layout) for layout in some), key=lambda pair: pair[0])
-        return self._with_memory(plan)
+        return self.evaluate(plan)

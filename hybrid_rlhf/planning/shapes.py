@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.generation.architecture.hugging_face import recurrent_fields
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.expert_parallel import expert_layers, require_expert_parallelism
+from hybrid_rlhf.models.families import Family, family_of
 from hybrid_rlhf.models.four_bit import BYTES_PER_WEIGHT
 from hybrid_rlhf.models.lora import base_weight, choose_trained, four_bit_layers, lora_layers, plain_name
 from hybrid_rlhf.models.packing import layer_masks, packs, places, require_tensor_parallelism
@@ -34,6 +36,7 @@ from hybrid_rlhf.models.pretrained.loading import Architecture, adapt_config, sh
 from hybrid_rlhf.models.pretrained.sources import EMBEDDED_MODEL, quiet_transformers
 from hybrid_rlhf.models.structure import backbone_of, layer_list, layer_matrices
 from hybrid_rlhf.planning.live_bytes import LiveBytes
+from hybrid_rlhf.planning.memo import once
 from hybrid_rlhf.runtime.files.reading import regular_file, user_path
 
 _LAYERS_RUN = (2, 4)
@@ -95,57 +98,98 @@ class BatchShape:
     """Tokens whose log-prob is computed; a scorer computes all."""
 
 
+class NamedWeight(NamedTuple):
+    """A weight of a model, and what a family uses it for."""
+
+    role: str
+    layer: int
+    name: str
+    weight: Tensor
+
+
 class ShapedModel:
     """A model on the meta device."""
 
-    def __init__(
-        self,
-        lm: PreTrainedModel,
-        *,
-        offloads: bool,
-        four_bit: Sequence[int] = (),
-        expert_parallel: int = 1,
-        tensor_parallel: int = 1,
-    ) -> None:
-        """Args: the model, whether its activations are offloaded in training, the sizes of its 4-bit weights, and the
-        numbers of ranks that split the experts and the matrices of a layer."""
+    def __init__(self, lm: PreTrainedModel, config: ModelConfig, *, four_bit: Sequence[int]) -> None:
+        """Args: the model, how it is trained and split, and the sizes of its 4-bit weights."""
         self.lm = lm
         self.config: PreTrainedConfig = lm.config
-        self.tensor_parallel = tensor_parallel
+        self.tensor_parallel = config.tensor_parallel
+        expert_parallel = config.expert_parallel
         self.elements = _counts(lm, four_bit)
-        self.local = _counts(lm, four_bit, expert_parallel=expert_parallel, tensor_parallel=tensor_parallel)
+        self.local = _counts(lm, four_bit, expert_parallel=expert_parallel, tensor_parallel=config.tensor_parallel)
         """Numbers of the weights that a rank has where ZeRO does not partition them."""
         experts = sum(weight.numel() for layer in expert_layers(lm) for weight in layer.parameters())
         self.split_experts = experts if expert_parallel > 1 else 0
         """Elements of all experts, if ranks split them."""
-        self._offloads = offloads
+        self._offloads = config.activation_offload
         self._expert_parallel = expert_parallel
-        self._measured: dict[tuple[BatchShape, bool], ForwardMemory] = {}
 
     @functools.cached_property
     def weights(self) -> dict[str, Tensor]:
         """The weights by their names without adapters."""
         return {plain_name(name): weight for name, weight in self.lm.named_parameters()}
 
+    @functools.cached_property
+    def text_config(self) -> Any:
+        """The config of the language model."""
+        return self.config.get_text_config()
+
+    @functools.cached_property
+    def family(self) -> Family | None:
+        """The family of inference weights; none: generation runs the model's own modules."""
+        return family_of(self.lm)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Names of modules by role, as the family has them; {} without a family."""
+        return {} if self.family is None else self.family.names
+
+    @functools.cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """What the family sets for the model; {} without a family."""
+        return {} if self.family is None else self.family.settings(self.text_config)
+
+    @functools.cached_property
+    def experts(self) -> Mapping[str, Any]:
+        """What the family says of the experts; {} for a model without a mixture."""
+        if self.family is None or self.family.experts is None or not any(self.named(["router"])):
+            return {}
+        return self.family.experts(self.text_config)
+
+    @functools.cached_property
+    def recurrent_layers(self) -> Mapping[str, Any]:
+        """Kind and indices of the recurrent layers; {} without any."""
+        return {} if self.family is None else recurrent_fields(self.lm, self.family)
+
+    def named(self, roles: Iterable[str], *, layers: int | None = None) -> Iterator[NamedWeight]:
+        """Weights that the family has for some roles, in each layer that has them."""
+        count = self.text_config.num_hidden_layers if layers is None else layers
+        for role in roles:
+            for layer in range(count):
+                modules = (module.format(layer, head=0) for module in self.names.get(role, "").split("|"))
+                candidates = (name for module in modules for name in (f"{module}.weight", module))
+                name = next((name for name in candidates if name in self.weights), None)
+                if name is not None:
+                    yield NamedWeight(role, layer, name, self.weights[name])
+
+    @once
     def measure(self, batch: BatchShape, *, backward: bool) -> ForwardMemory:
         """Memory of a batch: of a forward and a backward, or of a forward alone."""
-        key = (batch, backward)
-        if key not in self._measured:
-            few, many = _LAYERS_RUN
-            layers = len(_layer_list(self.lm))
-            try:
-                with torch.set_grad_enabled(backward):
-                    memory = self._run(batch, layers=min(many, layers))
-                    if layers > many:
-                        memory = self._run(batch, layers=few).extrapolated(memory, (layers - many) / (many - few))
-            except (NotImplementedError, RuntimeError, ValueError) as fault:
-                # a forward that needs the values of tensors, or an operation without a shape rule, is the model's own
-                raise UserError(
-                    f"a memory plan runs the model on shapes alone, {type(self.lm).__name__} fails there "
-                    f"({first_line(fault)}): leave out the plan"
-                ) from fault
-            self._measured[key] = memory
-        return self._measured[key]
+        few, many = _LAYERS_RUN
+        layers = len(_layer_list(self.lm))
+        try:
+            with torch.set_grad_enabled(backward):
+                memory = self._run(batch, layers=min(many, layers))
+                if layers > many:
+                    memory = self._run(batch, layers=few).extrapolated(memory, (layers - many) / (many - few))
+        except (NotImplementedError, RuntimeError, ValueError) as fault:
+            # a forward that needs the values of tensors, or an operation without a shape rule, is the model's own
+            raise UserError(
+                f"a memory plan runs the model on shapes alone, {type(self.lm).__name__} fails there "
+                f"({first_line(fault)}): leave out the plan"
+            ) from fault
+        return memory
 
     def _run(self, batch: BatchShape, *, layers: int) -> ForwardMemory:
         """Run a batch through a few layers and count live bytes."""
@@ -258,13 +302,7 @@ def shaped_model(
     lm.train(learns)
     if len(_MODELS) == _MOST_MODELS:
         _MODELS.pop(next(iter(_MODELS)))
-    _MODELS[key] = ShapedModel(
-        lm,
-        offloads=config.activation_offload,
-        four_bit=four_bit,
-        expert_parallel=config.expert_parallel,
-        tensor_parallel=config.tensor_parallel,
-    )
+    _MODELS[key] = ShapedModel(lm, config, four_bit=four_bit)
     return _MODELS[key]
 
 

@@ -23,10 +23,12 @@ from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.generation.batching.capacity import FREE_SHARE
 from hybrid_rlhf.models.distillation import CHUNK_LOGITS, CHUNK_TOKENS
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
+from hybrid_rlhf.planning.device import Device
+from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.engine_memory import FLOAT32, EngineMemory, MemoryUse, engine_memory
 from hybrid_rlhf.planning.generation_memory import GenerationMemory
 from hybrid_rlhf.planning.job import read_job
-from hybrid_rlhf.planning.phase_memory import AnyStep, Device, PhaseMemory, micro_batch
+from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory, micro_batch
 from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.shapes import shaped_model
@@ -54,17 +56,14 @@ class Planner:
                 placement does not fit the other settings or the number of ranks.
         """
         if not isinstance(config, RLConfig):
-            everyone = tuple(range(self.machine.ranks))
-            return [replace(phase, ranks=everyone) for phase in self._one_engine(config)]
+            return [replace(phase, ranks=self.machine.cluster.everyone) for phase in self._one_engine(config)]
         placement = None if is_automatic(config.placement) else config.placement
         resolved = resolve_placement(placement, placed_roles(config), ranks=self.machine.ranks)
         return self.memory(config, resolved)
 
     def memory(self, config: RLConfig, placement: Placement) -> list[PhaseMemory]:
         """The memory of each phase of a step of RL on each rank."""
-        rollout = config.rollout
-        overlaps = StepPlan.of(config, placement).policy_lag > 0
-        if overlaps and rollout.kv_cache_gib is None and rollout.backend != "vllm":
+        if lacks_kv_cache(config, placement):
             config = self.with_kv_cache(config, placement)
         job = read_job(config, self.machine.device, starts=self.starts)
         return list(MemoryModel(job, self.machine, exact=True)(StepPlan.of(config, placement)).phases)
@@ -75,7 +74,7 @@ class Planner:
         """
 
         def sampling_phases(gib: float) -> list[PhaseMemory]:
-            sized = replace(config, rollout=replace(config.rollout, kv_cache_gib=gib))
+            sized = with_settings(config, {"rollout.kv_cache_gib": gib})
             samples = {rank for group in placement.sampling_groups for rank in group}
             return [phase for phase in self.memory(sized, placement) if samples & {*phase.ranks}]
 
@@ -84,7 +83,7 @@ class Planner:
         free = min(phase.machine.device_bytes - phase.total + phase.need.cache for phase in most)
         cache = max(one, min(all_rows, FREE_SHARE[self.machine.device.type] * free))
         gib = math.ceil(cache / 2**30 / _GRANULE_GIB) * _GRANULE_GIB
-        return replace(config, rollout=replace(config.rollout, kv_cache_gib=round(gib, 3)))
+        return with_settings(config, {"rollout.kv_cache_gib": round(gib, 3)})
 
     def _one_engine(self, config: SFTConfig | RewardConfig | PreferenceStepConfig) -> Iterator[PhaseMemory]:
         machine = self.machine
@@ -123,6 +122,13 @@ class Planner:
         if isinstance(config, PreferenceStepConfig) and config.reference is not None and config.holds_reference:
             base += engine(config.reference.path or config.model.path, learns=False).held
         yield PhaseMemory(name, base + distillation + trained.training(batch), machine)
+
+
+def lacks_kv_cache(config: RLConfig, placement: Placement) -> bool:
+    """True if a thread samples beside training with a KV cache whose size is not configured."""
+    rollout = config.rollout
+    overlaps = StepPlan.of(config, placement).policy_lag > 0
+    return overlaps and rollout.kv_cache_gib is None and rollout.backend != "vllm"
 
 
 def student_rollout(config: SFTConfig, sampling: SamplingParams) -> RolloutConfig:

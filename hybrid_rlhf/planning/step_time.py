@@ -15,12 +15,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from hybrid_rlhf.planning.costs import Costs, Work
-from hybrid_rlhf.planning.job import RoleJob
-from hybrid_rlhf.planning.phase_memory import Cluster
-from hybrid_rlhf.planning.plans import LEARNERS, StepPlan
+from hybrid_rlhf.planning.device import Cluster
+from hybrid_rlhf.planning.plans import StepPlan
 
 PHASES = ("weight_sync", "generation", "gather", "scoring", "training", "loop")
 """Named as the metrics `time/*_seconds`; `gather` and `loop` are `time/other_seconds`."""
@@ -33,8 +31,8 @@ class Task:
     phase: str
     ranks: tuple[int, ...]
     work: Work
-    role: str = ""
-    """Empty for what all ranks do together."""
+    together: bool = False
+    """All ranks do it together."""
     busy_part: float = 1.0
     """Mean part of the work that a rank has, where the ranks have unequal ones."""
     beside: bool = False
@@ -80,13 +78,14 @@ def step_time(costs: Costs, plan: StepPlan, *, rows_at_once: int) -> StepTime:
         rows_at_once: completions that memory lets a sampling group decode together.
     """
     cluster = costs.cluster
-    everyone = tuple(range(cluster.ranks))
-    sync = Task("weight_sync", _with_samplers(plan), costs.weight_sync(plan), "actor")
+    sync = Task("weight_sync", _with_samplers(plan), costs.weight_sync(plan))
     sampling = _sampling(costs, plan, rows_at_once)
-    gather = Task("gather", everyone, costs.messages("gather"))
-    rest = [*_reads(costs, plan), *_updates(costs, plan), Task("loop", everyone, costs.loop(len(plan.sampling_groups)))]
+    gather = Task("gather", cluster.everyone, costs.messages("gather"), together=True)
+    loop = Task("loop", cluster.everyone, costs.loop(len(plan.sampling_groups)), together=True)
+    rest = [*_reads(costs, plan), *_updates(costs, plan), loop]
     if not plan.policy_lag:
-        tasks = [slowed for stage in _stages([sync, sampling, gather, *rest]) for slowed in _sharing(stage, costs)]
+        stages = _stages([sync, sampling, gather, *rest], cluster.ranks)
+        tasks = [slowed for stage in stages for slowed in _sharing(stage, costs)]
         seconds, phases = _in_turn(tasks)
         return StepTime(seconds, phases, tuple(tasks), cluster.ranks)
     sync, sampling, gather, *rest = _sharing([sync, sampling, gather, *rest], costs)
@@ -94,7 +93,8 @@ def step_time(costs: Costs, plan: StepPlan, *, rows_at_once: int) -> StepTime:
     sampled, sampling_phases = _in_turn([sync, sampling])
     # the thread that samples shares its ranks with what they compute for other roles
     beside = {
-        rank: sum(task.work.compute for task in rest if task.role and rank in task.ranks) for rank in sampling.ranks
+        rank: sum(task.work.compute for task in rest if not task.together and rank in task.ranks)
+        for rank in sampling.ranks
     }
     step_seconds = max(seconds, sampled + max(beside.values()))
     return StepTime(step_seconds, sampling_phases | phases, (sync, sampling, gather, *rest), cluster.ranks)
@@ -106,52 +106,45 @@ def _sampling(costs: Costs, plan: StepPlan, rows_at_once: int) -> Task:
     slowest = max(works, key=lambda work: work.seconds)
     mean = sum(work.seconds for work in works) / len(works)
     ranks = tuple(sorted(rank for group in plan.sampling_groups for rank in group))
-    return Task("generation", ranks, slowest, "actor", mean / slowest.seconds if slowest.seconds else 1.0)
+    return Task("generation", ranks, slowest, busy_part=mean / slowest.seconds if slowest.seconds else 1.0)
 
 
 def _reads(costs: Costs, plan: StepPlan) -> Iterator[Task]:
     job = costs.job
-    everyone = tuple(range(costs.cluster.ranks))
+    everyone = costs.cluster.everyone
     for role in job.frozen:
-        yield Task("scoring", plan.roles[role.name].ranks, costs.read(role, plan), role.name)
+        yield Task("scoring", plan.roles[role.name].ranks, costs.read(role, plan))
     if job.frozen:
-        yield Task("scoring", everyone, costs.rows_to_read())
+        yield Task("scoring", everyone, costs.rows_to_read(), together=True)
     reads = {"actor": job.actor_reads(lag=plan.policy_lag), "critic": 1}
-    for role in _learners(costs):
+    for role in job.learners:
         if times := reads[role.name]:
-            yield Task("scoring", plan.roles[role.name].ranks, costs.read(role, plan, times=times), role.name)
-    yield Task("scoring", everyone, costs.rows_to_read() + costs.values_read())
+            yield Task("scoring", plan.roles[role.name].ranks, costs.read(role, plan) * times)
+    yield Task("scoring", everyone, costs.rows_to_read() + costs.values_read(), together=True)
 
 
 def _updates(costs: Costs, plan: StepPlan) -> Iterator[Task]:
     """Those of actor and critic; they take turns on common ranks, so the actor's last is before the critic's last."""
     ahead = costs.transfer_ahead(plan)
-    for role in _learners(costs):
+    for role in costs.job.learners:
         ranks = plan.roles[role.name].ranks
         work = costs.updates(role, plan)
         if role.name == "critic" and ahead is not None:
             last = 1 / costs.job.updates
-            yield Task("training", ranks, work * (1 - last), role.name)
-            yield Task("training", _with_samplers(plan), ahead, "actor", beside=True)
+            yield Task("training", ranks, work * (1 - last))
+            yield Task("training", _with_samplers(plan), ahead, beside=True)
             work = work * last
-        yield Task("training", ranks, work, role.name)
-    yield Task("training", tuple(range(costs.cluster.ranks)), costs.rows_to_learn())
-
-
-def _learners(costs: Costs) -> list[RoleJob]:
-    return [costs.job.roles[name] for name in LEARNERS if name in costs.job.roles]
+        yield Task("training", ranks, work)
+    yield Task("training", costs.cluster.everyone, costs.rows_to_learn(), together=True)
 
 
 def _with_samplers(plan: StepPlan) -> tuple[int, ...]:
     """The ranks of the actor and of all that sample."""
-    actor = plan.roles["actor"].ranks
-    sampling = plan.sampling.ranks
-    return actor if actor is sampling else tuple(sorted({*actor, *sampling}))
+    return tuple(sorted({*plan.roles["actor"].ranks, *plan.sampling.ranks}))
 
 
-def _stages(tasks: Sequence[Task]) -> Iterator[list[Task]]:
+def _stages(tasks: Sequence[Task], ranks: int) -> Iterator[list[Task]]:
     """Tasks up to each that all ranks share."""
-    ranks = max(len(task.ranks) for task in tasks)
     stage: list[Task] = []
     for task in tasks:
         stage.append(task)
@@ -183,42 +176,26 @@ def _computing(stage: Sequence[Task], cluster: Cluster) -> dict[int, float]:
         for rank in task.ranks:
             loads[rank] += task.work.compute
             busy[cluster.host_of(rank)] += task.work.compute * task.busy_part
-    most: dict[int, float] = defaultdict(float)
-    for rank, load in loads.items():
-        most[cluster.host_of(rank)] = max(most[cluster.host_of(rank)], load)
-    return {host: total / most[host] if total else 1.0 for host, total in busy.items()}
+
+    def most(host: int) -> float:
+        return max(load for rank, load in loads.items() if cluster.host_of(rank) == host)
+
+    return {host: total / most(host) if total else 1.0 for host, total in busy.items()}
 
 
 def _in_turn(tasks: Sequence[Task]) -> tuple[float, dict[str, float]]:
     """When the last of the tasks ends that ranks do in this order, and the seconds of each phase."""
-    places = _places(tuple(dict.fromkeys(task.ranks for task in tasks)))
-    free: dict[int, float] = {}
+    free: dict[int, float] = defaultdict(float)
     begins: dict[str, float] = {}
     ends: dict[str, float] = {}
     last = 0.0
     for task in tasks:
         # what all ranks do together also waits for what runs beside their tasks
-        together = task.beside or not task.role
-        start = last if together else max(free.get(place, 0.0) for place in places[task.ranks])
+        start = last if task.together or task.beside else max(free[rank] for rank in task.ranks)
         end = start + task.work.seconds
         if not task.beside:
-            free.update(dict.fromkeys(places[task.ranks], end))
+            free.update(dict.fromkeys(task.ranks, end))
         last = max(last, end)
         begins[task.phase] = min(start, begins.get(task.phase, start))
         ends[task.phase] = max(end, ends.get(task.phase, end))
     return last, {phase: end - begins[phase] for phase, end in ends.items()}
-
-
-@lru_cache(maxsize=4096)
-def _places(parts: tuple[tuple[int, ...], ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """One rank for all those that are in the same parts, by part."""
-    inside: dict[int, list[int]] = defaultdict(list)
-    for number, ranks in enumerate(parts):
-        for rank in ranks:
-            inside[rank].append(number)
-    first: dict[tuple[int, ...], int] = {}
-    for rank, numbers in inside.items():
-        first.setdefault(tuple(numbers), rank)
-    return {
-        ranks: tuple(rank for numbers, rank in first.items() if place in numbers) for place, ranks in enumerate(parts)
-    }

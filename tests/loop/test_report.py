@@ -25,8 +25,9 @@ from hybrid_rlhf.loop.report.pipeline import write_pipeline_report
 from hybrid_rlhf.loop.report.samples import first_and_last_samples
 from hybrid_rlhf.loop.report.writing import write_report
 from hybrid_rlhf.loop.setup import open_step
+from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.engine_memory import MemoryUse
-from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
+from hybrid_rlhf.planning.phase_memory import PhaseMemory
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.observability.timers import Timers

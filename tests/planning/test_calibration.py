@@ -13,6 +13,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.costs.passes import ATTENTION_BACKWARD, DECODE_PRODUCTS
 from hybrid_rlhf.planning.curves import Curve, MachineCurves
+from hybrid_rlhf.planning.device import Cluster
 from hybrid_rlhf.planning.job import StepLengths, read_job
 from hybrid_rlhf.planning.machines.calibration import MeasuredSizes, measured_sizes
 from hybrid_rlhf.planning.machines.fitting import fit, with_models
@@ -25,7 +26,6 @@ from hybrid_rlhf.planning.machines.layers import (
     TimedModel,
 )
 from hybrid_rlhf.planning.machines.runs import RunTimes, with_runs
-from hybrid_rlhf.planning.phase_memory import Cluster
 from hybrid_rlhf.planning.plans import StepPlan, flattening
 from hybrid_rlhf.planning.step_time import step_time
 from hybrid_rlhf.runtime.command_line import parse_config

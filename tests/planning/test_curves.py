@@ -16,6 +16,7 @@ import yaml
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import MACHINES
 from hybrid_rlhf.planning.curves import Curve, Surface
+from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.machines.datasheets import (
     DATA_SHEETS,
@@ -25,7 +26,7 @@ from hybrid_rlhf.planning.machines.datasheets import (
     sheet_of,
 )
 from hybrid_rlhf.planning.machines.stored import curves_file, load_curves, read_curves, save_curves
-from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
+from hybrid_rlhf.planning.phase_memory import PhaseMemory
 from hybrid_rlhf.planning.prediction_errors import PredictionReport, memory_errors
 from tests.support.placement import machine
 

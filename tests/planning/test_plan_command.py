@@ -22,10 +22,10 @@ from hybrid_rlhf.configs.sections.placement import RolePlacements
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
+from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.job import RLJob, read_job
 from hybrid_rlhf.planning.machines.stored import load_curves
-from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.step_time import PHASES

@@ -18,9 +18,10 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import LoopConfig
+from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.dotted_keys import Settings, with_settings
 from hybrid_rlhf.planning.engine_memory import MemoryUse
-from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
+from hybrid_rlhf.planning.phase_memory import PhaseMemory
 from hybrid_rlhf.planning.remedies import group_sizes, nearest, remedies
 
 GIB = 2.0**30

@@ -1,4 +1,4 @@
-"""A placement that does not fit is refused before models are loaded, with what would fit."""
+"""What a run decides by the memory plan before models are loaded: what does not fit, caches, and kept weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import yaml
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import read_placement
+from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.dotted_keys import with_settings
-from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device, PhaseMemory
-from hybrid_rlhf.planning.room import misfit, require_room
+from hybrid_rlhf.planning.phase_memory import PhaseMemory
+from hybrid_rlhf.planning.room import misfit, require_room, resolve_keep_weights
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.rl.roles.placing import log_placement
 from hybrid_rlhf.runtime.command_line import parse_config
@@ -37,6 +39,10 @@ def config_of(model: Path, placement: str | None, *more: str) -> RLConfig:
     )
 
 
+def with_rollout(config: RLConfig, **changes: Any) -> RLConfig:
+    return replace(config, rollout=replace(config.rollout, **changes))
+
+
 def placed(config: RLConfig, ranks: int) -> Placement:
     return resolve_placement(config.placement, placed_roles(config), ranks=ranks)
 
@@ -49,6 +55,13 @@ def needed(config: RLConfig, ranks: int) -> dict[str, float]:
         for rank in each.ranks:
             found[str(rank)] = max(found.get(str(rank), 0.0), each.total)
     return found
+
+
+def let_a_gpu_have(room_bytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So much memory besides what CUDA takes."""
+    properties = SimpleNamespace(total_memory=room_bytes + GPU_RESERVE_GIB * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +102,6 @@ def test_what_nothing_makes_fit_needs_another_machine(model_folder: Path) -> Non
     assert fault is not None and fault.endswith("use more ranks, or a smaller model")
 
 
-def test_tensor_parallelism_of_a_frozen_role_takes_its_part_of_the_memory(model_folder: Path) -> None:
-    whole = needed(config_of(model_folder, "{critic: {ranks: 0}, actor: {ranks: 0}, reward: {ranks: 1}}"), 2)
-    split = needed(config_of(model_folder, "{critic: {ranks: 0}, actor: {ranks: 0}, reward: {tensor_parallel: 2}}"), 2)
-    assert split["1"] < whole["1"] and split["0"] > whole["0"]
-
-
 def test_ranks_of_roles_are_logged_where_there_are_several(model_folder: Path, log_lines: list[str]) -> None:
     plain, lora = config_of(model_folder, None), config_of(model_folder, None, "--actor.lora.rank", "4")
     one, two = (World(0, ranks, 0, ranks, torch.device("cpu")) for ranks in (1, 2))
@@ -112,13 +119,10 @@ def test_a_named_placement_is_refused_at_start_and_a_run_without_one_is_warned(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     named, plain = config_of(model_folder, "flattening"), config_of(model_folder, None)
-    total = [PLENTY]
-    properties: Any = lambda device: SimpleNamespace(total_memory=total[0])  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     gpu, cpu = (World(0, 1, 0, 1, torch.device(kind)) for kind in ("cuda", "cpu"))
+    let_a_gpu_have(PLENTY, monkeypatch)
     require_room(named, placed(named, 1), gpu)
-    total[0] = 0.9 * max(needed(named, 1).values()) + GPU_RESERVE_GIB * 2**30
+    let_a_gpu_have(0.9 * max(needed(named, 1).values()), monkeypatch)
     with pytest.raises(UserError, match="placement flattening must fit into memory"):
         require_room(named, placed(named, 1), gpu)
     require_room(named, placed(named, 1), cpu)
@@ -133,7 +137,7 @@ def test_the_cache_of_sampling_beside_training_is_what_the_plan_leaves(
 ) -> None:
     """Without a size, a cache of what is free when sampling starts would take the memory of training."""
     config = config_of(model_folder, placement, "--rollout.async_sampling.policy_lag", "1")
-    config = replace(config, rollout=replace(config.rollout, kv_cache_gib=None, prompts_per_step=4096))
+    config = with_rollout(config, kv_cache_gib=None, prompts_per_step=4096)
     where = placed(config, 2)
 
     def sized(device_bytes: float) -> tuple[float, list[PhaseMemory]]:
@@ -147,3 +151,34 @@ def test_the_cache_of_sampling_beside_training_is_what_the_plan_leaves(
     most = max(each.total for each in memory)
     little, memory = sized(most - 0.4 * whole * 2**30)
     assert 0 < little < whole and all(each.fits for each in memory)
+
+
+def test_weights_are_kept_where_every_phase_has_room(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, on a GPU."""
+    config = with_rollout(config_of(model_folder, None), kv_cache_gib=None)
+    assert config.rollout.keep_weights == "auto"
+    most = max(needed(with_rollout(config, keep_weights=True), 1).values())
+
+    def decided(config: RLConfig, device: str = "cuda") -> bool | str:
+        return resolve_keep_weights(config, World(0, 1, 0, 1, torch.device(device), None)).rollout.keep_weights
+
+    let_a_gpu_have(2 * most, monkeypatch)
+    assert decided(replace(config, placement=read_placement("separation"))) == "auto", "the sampler decides"
+    assert decided(config) is True
+    assert decided(config, "cpu") is False
+    assert decided(with_rollout(config, keep_weights=False)) is False, "what is set stays"
+    assert decided(with_rollout(config, keep_weights=True), "cpu") is True
+    assert decided(with_rollout(config, backend="module")) is False
+    let_a_gpu_have(0.9 * most, monkeypatch)
+    assert decided(config) is False
+
+
+def test_the_plan_follows_the_rows_that_are_decoded_together(model_folder: Path) -> None:
+    config = with_rollout(config_of(model_folder, None), kv_cache_gib=None, prompts_per_step=512)
+
+    def cache(rows: int | None) -> float:
+        planner = Planner(Device(GPU, 1, PLENTY))
+        return planner.phases(with_rollout(config, max_decode_rows=rows))[0].need.cache
+
+    row = cache(2) - cache(1)
+    assert row > 0 and cache(None) == cache(1) + 511 * row and cache(100) == cache(1) + 99 * row

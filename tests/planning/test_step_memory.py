@@ -29,8 +29,9 @@ from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.models.distillation import TeacherTargets
+from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.live_bytes import LiveBytes
-from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
+from hybrid_rlhf.planning.phase_memory import PhaseMemory
 from hybrid_rlhf.planning.shapes import BatchShape, shaped_model
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.rl.algorithms.ppo import PPO
@@ -104,6 +105,12 @@ def sections(settings: dict[str, Any], model: str) -> dict[str, Any]:
     }
 
 
+def sft(model: ModelConfig, length: int, *, rows: int = 4, **more: Any) -> SFTConfig:
+    """SFT with so many rows of a length in a micro-batch."""
+    train = TrainConfig(global_batch_size=8, micro_batch_tokens=rows * length)
+    return SFTConfig(model=model, data=SFTDataConfig(max_length=length), train=train, **more)
+
+
 def spec(role: Any, model: str, config: Any, section: Any) -> EngineSpec:
     overrides = read_overrides(config.deepspeed_config)
     if section is None:
@@ -144,13 +151,7 @@ def peak_of_sft(model: str, config: SFTConfig, length: int, world: World) -> flo
 @pytest.mark.parametrize("name", [faults(name) if name in MORE_SFT else name for name in SFT])
 def test_sft_training_holds_what_was_planned(name: str, model: str, world: World) -> None:
     parts, length = sections(SFT[name], model), SFT[name].get("length", 96)
-    config = SFTConfig(
-        model=parts["model"],
-        data=SFTDataConfig(max_length=length),
-        deepspeed_config=parts["deepspeed_config"],
-        train=TrainConfig(global_batch_size=8, micro_batch_tokens=4 * length),
-        **parts["trained"],
-    )
+    config = sft(parts["model"], length, deepspeed_config=parts["deepspeed_config"], **parts["trained"])
     (phase,) = Planner(CPU).phases(config)
     near(phase, peak_of_sft(model, config, length, world))
 
@@ -170,11 +171,7 @@ def test_experts_and_latent_attention_hold_what_was_planned(
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128}
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes, **heads, **settings))
     lm.save_pretrained(tmp_path)
-    config = SFTConfig(
-        model=ModelConfig(path=str(tmp_path), dtype="float32"),
-        data=SFTDataConfig(max_length=96),
-        train=TrainConfig(global_batch_size=8, micro_batch_tokens=4 * 96),
-    )
+    config = sft(ModelConfig(path=str(tmp_path), dtype="float32"), 96)
     (phase,) = Planner(CPU).phases(config)
     near(phase, peak_of_sft(str(tmp_path), config, 96, world))
 
@@ -220,12 +217,7 @@ def test_types_with_padded_rows_are_planned(model_type: str, tmp_path: Path) -> 
     tiny_of_type(model_type).save_pretrained(tmp_path / "model")
 
     def planned(rows: int) -> float:
-        config = SFTConfig(
-            model=ModelConfig(path=str(tmp_path / "model")),
-            data=SFTDataConfig(max_length=64),
-            train=TrainConfig(global_batch_size=8, micro_batch_tokens=64 * rows),
-        )
-        (phase,) = Planner(CPU).phases(config)
+        (phase,) = Planner(CPU).phases(sft(ModelConfig(path=str(tmp_path / "model")), 64, rows=rows))
         return phase.total
 
     assert planned(1) < planned(2) < planned(4)
@@ -234,13 +226,8 @@ def test_types_with_padded_rows_are_planned(model_type: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["plain", faults("lora")])
 def test_distillation_holds_no_more_than_was_planned(name: str, model: str, world: World) -> None:
     parts = sections(SFT[name], model)
-    config = SFTConfig(
-        distill=DistillConfig(teacher=model, divergence="jensen_shannon"),
-        model=parts["model"],
-        data=SFTDataConfig(max_length=96),
-        train=TrainConfig(global_batch_size=8, micro_batch_tokens=4 * 96),
-        **parts["trained"],
-    )
+    distill = DistillConfig(teacher=model, divergence="jensen_shannon")
+    config = sft(parts["model"], 96, distill=distill, **parts["trained"])
     (phase,) = Planner(CPU).phases(config)
     counter = LiveBytes("cpu")
     with counter:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.planning.costs import decode_segments
+from hybrid_rlhf.planning.costs.decoding import decode_segments
 from hybrid_rlhf.planning.curves import Curve
 from hybrid_rlhf.planning.step_time import step_time
 from tests.support.placement import FixedCosts, machine, placed_at, small_job

@@ -17,10 +17,11 @@ from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutCon
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.planning.costs import Work
 from hybrid_rlhf.planning.curves import Curve, MachineCurves, Surface
+from hybrid_rlhf.planning.device import Cluster, Device
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.job import ModelDimensions, RLJob, RoleJob, StepLengths
 from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, DataSheet
-from hybrid_rlhf.planning.phase_memory import Cluster, Device, PhaseMemory
+from hybrid_rlhf.planning.phase_memory import PhaseMemory
 from hybrid_rlhf.planning.placed_memory import PlanMemory
 from hybrid_rlhf.planning.plans import SAMPLER, StepPlan, style_of
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
@@ -51,7 +52,6 @@ def machine(*, bandwidth: float = 1e9, latency: float = 1e-5, device: str = "cud
         machine="synthetic",
         source="modelled",
         device="cuda",
-        device_gib=1.0,
         ranks_per_host=8,
         products=product(1e13),
         decode_products=product(1e12),
@@ -201,9 +201,9 @@ class FixedCosts:
         first, more = self._seconds.get("sample", 0.0), self._seconds.get("sample more", 0.0)
         return [Work(first + more * group) for group in range(len(plan.sampling_groups))]
 
-    def read(self, role: RoleJob, plan: StepPlan, *, times: int = 1) -> Work:
+    def read(self, role: RoleJob, plan: StepPlan) -> Work:
         """See Costs."""
-        return Work(self._seconds.get(f"read {role.name}", 0.0) * times)
+        return Work(self._seconds.get(f"read {role.name}", 0.0))
 
     def updates(self, role: RoleJob, plan: StepPlan) -> Work:
         """See Costs."""

@@ -56,12 +56,12 @@ def measure_link(hostfile: str, folder: Path) -> Times:
 def time_link(file: Path) -> None:
     """Measure on each rank; rank 0 writes its times."""
     from hybrid_rlhf.planning.automatic import LINK_SIZES
-    from hybrid_rlhf.planning.machines.collectives import time_between_hosts
+    from hybrid_rlhf.planning.machines.collectives import time_collectives
     from hybrid_rlhf.runtime.world import close_world, init_world
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     world = init_world(timeout_seconds=_LIMIT_SECONDS)
-    times = time_between_hosts(world, LINK_SIZES)
+    times = time_collectives(world, LINK_SIZES, local=world.local_size)
     if world.is_main:
         write_whole(file, json.dumps(times))
     world.barrier()

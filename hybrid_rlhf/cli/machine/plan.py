@@ -32,8 +32,9 @@ from hybrid_rlhf.runtime.placement import Placement, placed_roles, resolve_place
 
 if TYPE_CHECKING:
     from hybrid_rlhf.planning.curves import MachineCurves
+    from hybrid_rlhf.planning.device import Device
     from hybrid_rlhf.planning.job import RLJob
-    from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
+    from hybrid_rlhf.planning.phase_memory import PhaseMemory
     from hybrid_rlhf.planning.placement_table import PlacementAnswer
     from hybrid_rlhf.planning.remedies import Remedy
     from hybrid_rlhf.planning.search import Candidate
@@ -154,10 +155,10 @@ def _step_of_files(words: Sequence[str]) -> str | None:
 
 def planned_machine(config: PlanConfig) -> tuple[MachineCurves | None, Device]:
     """The curves of the machine that a config names, if there are any, and what a rank has of it."""
+    from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
     from hybrid_rlhf.planning.machines.datasheets import modelled_curves, sheet_of, with_usual_link
     from hybrid_rlhf.planning.machines.stored import load_curves
     from hybrid_rlhf.planning.memory_table import this_machine
-    from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
 
     if config.machine == "this":
         curves = load_curves()
@@ -227,8 +228,6 @@ class _Placements:
         unplanned = {key: value for key, value in settings.items() if key not in _PLANNED}
         found_plans = plan_placement(self._job(with_settings(rl, unplanned)), self._curves, machine, listed=listed)
         remedied = self._candidate(with_settings(rl, settings))
-        tokens = settings.get("train.micro_batch_tokens")
-        remedied = replace(remedied, plan=replace(remedied.plan, micro_batch_tokens=tokens))
         result = found_plans.result.merged(SearchResult((remedied,), 1, (remedied,)))
         return replace(found_plans, result=result, configured=answer.configured, given=unplanned)
 

@@ -9,7 +9,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.models.pretrained.folders import first_line
-from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory, own_device
+from hybrid_rlhf.planning.device import own_device
+from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import Run

@@ -1,10 +1,11 @@
 """Seconds of each piece of an RL step on one rank.
 
-Read `passes.py` (a model's passes on one rank, which calibration fits), `decoding.py` (rows that join and leave while
-they are sampled), then `step.py` (the pieces of a step, with communication).
+Read `work.py` (what prices are of), `passes.py` (a model's passes on one rank, which calibration fits), `engine.py` (a
+model that ranks share by ZeRO) and `inference.py` (one that they share by tensor parallelism), `decoding.py` (rows that
+join and leave while they are sampled), then `step.py` (the pieces of a step under a plan).
 """
 
-from hybrid_rlhf.planning.costs.decoding import decode_segments
-from hybrid_rlhf.planning.costs.step import Costs, Work
+from hybrid_rlhf.planning.costs.step import Costs
+from hybrid_rlhf.planning.costs.work import Work
 
-__all__ = ["Costs", "Work", "decode_segments"]
+__all__ = ["Costs", "Work"]

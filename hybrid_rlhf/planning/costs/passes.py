@@ -6,14 +6,16 @@ a layer, a head and a decoding step. Factors that correct predictions are the ca
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from hybrid_rlhf.generation.weights.probe import PROBE_DECODED
 from hybrid_rlhf.models.head_check import PROBE_TOKENS
-from hybrid_rlhf.planning.curves import MachineCurves
+from hybrid_rlhf.planning.curves import MachineCurves, Surface
 from hybrid_rlhf.planning.job import ModelDimensions
 
 ATTENTION_BACKWARD = 2.5
@@ -45,10 +47,16 @@ class ModelPasses:
 
     curves: MachineCurves
     sizes: ModelDimensions
-    dtype: str
-    """Data type of its weights, as the curves name it."""
+    dtype: torch.dtype
+    """Data type of its weights."""
+    ranks: int = 1
+    """Tensor-parallel ranks, of which each has a part of the inference weights."""
     whole_products: bool = False
-    """Tensor-parallel ranks compute whole products, as with 4-bit weights."""
+    """These ranks compute whole products, as with 4-bit weights."""
+
+    def _product(self, surfaces: Mapping[str, Surface]) -> Surface:
+        """Those of a kind of products that are of this data type."""
+        return surfaces[str(self.dtype).removeprefix("torch.")]
 
     # Modules that train
 
@@ -56,11 +64,11 @@ class ModelPasses:
         """Seconds of the matrix products of a layer's forward."""
         s = self.sizes
         part = s.layer_weights * s.active / s.products
-        return s.products * self.curves.products[self.dtype](part, tokens)
+        return s.products * self._product(self.curves.products)(part, tokens)
 
-    def attention(self, squares: float, *, together: int = 1) -> float:
+    def attention(self, squares: float) -> float:
         """Seconds of the attention of a layer's forward: two products, of which causality takes half."""
-        return self.curves.attention(2.0 * self.sizes.attention_width * squares / together)
+        return self.curves.attention(2.0 * self.sizes.attention_width * squares / self.ranks)
 
     def layer(self, batch: PassedTokens) -> float:
         """A forward of a layer."""
@@ -74,14 +82,16 @@ class ModelPasses:
         seconds += self.curves.layer_backward(batch.tokens * self.sizes.hidden)
         return seconds + (self.layer(batch) if checkpoints else 0.0)
 
-    def head(self, tokens: float, *, together: int = 1) -> float:
+    def head(self, tokens: float) -> float:
         """The product of the head; none for a scorer."""
         s = self.sizes
-        return self.curves.products[self.dtype](s.vocabulary * s.hidden / together, tokens) if s.vocabulary else 0.0
+        if not s.vocabulary:
+            return 0.0
+        return self._product(self.curves.products)(s.vocabulary * s.hidden / self.ranks, tokens)
 
-    def logprobs(self, tokens: float, *, together: int = 1) -> float:
+    def logprobs(self, tokens: float) -> float:
         """From logits to log-probs, or their gradient."""
-        return self.curves.head(tokens * self.sizes.vocabulary / together) / 2
+        return self.curves.head(tokens * self.sizes.vocabulary / self.ranks) / 2
 
     def forward(self, batch: PassedTokens) -> float:
         """A whole forward."""
@@ -99,38 +109,41 @@ class ModelPasses:
         """Products of a backward over those of a forward; where a weight is frozen, its gradient is not computed."""
         return 2 if self.sizes.trains_all else 1
 
-    # Inference weights, of which each of some ranks has a part
+    # Inference weights
 
-    def split_layer(self, tokens: float, squares: float, *, together: int = 1) -> float:
+    @property
+    def _parts(self) -> int:
+        """Number of ranks that divide a product of a layer."""
+        return 1 if self.whole_products else self.ranks
+
+    def split_layer(self, tokens: float, squares: float) -> float:
         """A layer over whole rows: a prefill, or a frozen model that reads."""
         s, c = self.sizes, self.curves
-        part = s.layer_weights * s.active / DECODE_PRODUCTS / (1 if self.whole_products else together)
-        seconds = DECODE_PRODUCTS * c.products[self.dtype](part, tokens)
-        return seconds + self.attention(squares, together=together) + c.layer(tokens * s.hidden)
+        part = s.layer_weights * s.active / DECODE_PRODUCTS / self._parts
+        seconds = DECODE_PRODUCTS * self._product(c.products)(part, tokens)
+        return seconds + self.attention(squares) + c.layer(tokens * s.hidden)
 
-    def probe(self, *, item_bytes: int, together: int = 1) -> float:
+    def probe(self) -> float:
         """The tokens of the check after a weight sync: a prefill, then some one by one."""
         tokens = PROBE_TOKENS - PROBE_DECODED
         one = np.ones(1)
-        seconds = self.sizes.layers * self.split_layer(tokens, tokens**2, together=together)
-        step = self.decode_products(one, together=together)
-        step = step + self.decode_rest(one, one * PROBE_TOKENS, item_bytes=item_bytes, together=together)
-        return seconds + PROBE_DECODED * float(step[0])
+        seconds = self.sizes.layers * self.split_layer(tokens, tokens**2)
+        return seconds + PROBE_DECODED * float(self.decode(one, one * PROBE_TOKENS)[0])
 
-    def decode_products(self, rows: Numbers, *, together: int = 1) -> Numbers:
+    def decode(self, rows: Numbers, context: Numbers) -> Numbers:
+        """Decoding steps of so many rows with a mean number of tokens."""
+        s, c = self.sizes, self.curves
+        cache = c.cache_reads(rows * context * s.cache_width * self.dtype.itemsize / self.ranks)
+        return self.decode_products(rows) + (s.layers * (cache + c.decode_layer(rows * s.hidden)) + c.decode_step(rows))
+
+    def decode_products(self, rows: Numbers) -> Numbers:
         """Products of the layers and the head in decoding steps of so many rows."""
         s = self.sizes
-        products = self.curves.decode_products[self.dtype]
-        part = s.layer_weights / DECODE_PRODUCTS / (1 if self.whole_products else together)
+        products = self._product(self.curves.decode_products)
+        part = s.layer_weights / DECODE_PRODUCTS / self._parts
         if s.active < 1:
             passed = rows * s.active  # of the weights, with repetitions by the experts of several rows
             seconds = np.asarray([products(part * min(1.0, share), max(1.0, share)) for share in passed])
         else:
             seconds = products(part, rows)
-        return s.layers * DECODE_PRODUCTS * seconds + products(s.vocabulary * s.hidden / together, rows)
-
-    def decode_rest(self, rows: Numbers, context: Numbers, *, item_bytes: int, together: int = 1) -> Numbers:
-        """What else decoding steps take, by rows and their mean number of tokens."""
-        s, c = self.sizes, self.curves
-        cache = c.cache_reads(rows * context * s.cache_width * item_bytes / together)
-        return s.layers * (cache + c.decode_layer(rows * s.hidden)) + c.decode_step(rows)
+        return s.layers * DECODE_PRODUCTS * seconds + products(s.vocabulary * s.hidden / self.ranks, rows)

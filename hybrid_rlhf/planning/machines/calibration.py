@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import psutil
 import torch
 
 from hybrid_rlhf.planning.curves import Curve, MachineCurves, Surface
@@ -18,6 +17,7 @@ from hybrid_rlhf.planning.machines import collectives, layers
 from hybrid_rlhf.planning.machines.datasheets import with_usual_link
 from hybrid_rlhf.planning.machines.fitting import with_gathers, with_models
 from hybrid_rlhf.planning.machines.layers import ModelTimes, TimedBatch, TimedModel
+from hybrid_rlhf.planning.machines.links import measured_collectives
 from hybrid_rlhf.planning.machines.ranks import run_on_ranks
 from hybrid_rlhf.planning.machines.runs import RunSizes, RunTimer, with_runs
 from hybrid_rlhf.runtime.world import World, create_groups
@@ -71,15 +71,8 @@ def calibrate(
     times, sharded = run_on_ranks(_together, ranks, sizes)[0]
     show("matrix products, attention, optimizer steps, copies; small models")
     base, models = run_on_ranks(_alone, 1, sizes)[0]
-    surfaces = {kind: Surface.of(points) for kind, points in times.items() if points}
-    if ranks == 1:
-        surfaces = {kind: Surface.of([(1, 1, 0.0)]) for kind in times}
-    curves = replace(
-        base,
-        collectives=surfaces,
-        device_gib=_device_gib(ranks),
-        ranks_per_host=ranks,
-    )
+    surfaces = measured_collectives(times) if ranks > 1 else {kind: Surface.of([(1, 1, 0.0)]) for kind in times}
+    curves = replace(base, collectives=surfaces, ranks_per_host=ranks)
     curves = with_models(with_usual_link(curves), models)
     show("RL runs on one rank and on several")
     with tempfile.TemporaryDirectory() as folder:
@@ -168,7 +161,6 @@ def _alone(world: World, sizes: MeasuredSizes) -> tuple[MachineCurves, list[Mode
         machine=torch.cuda.get_device_name(0) if gpu else "this CPU",
         source="measured",
         device="cuda" if gpu else "cpu",
-        device_gib=0.0,
         ranks_per_host=1,
         products={
             name: Surface.of(layers.time_products(world, sizes.weights, sizes.rows, name)) for name in sizes.dtypes
@@ -186,9 +178,3 @@ def _alone(world: World, sizes: MeasuredSizes) -> tuple[MachineCurves, list[Mode
         between_hosts={},
     )
     return curves, [layers.time_model(world, model, sizes.batches, sizes.decoded) for model in sizes.models]
-
-
-def _device_gib(ranks: int) -> float:
-    if torch.cuda.is_available():
-        return float(torch.cuda.get_device_properties(0).total_memory) / 2**30
-    return float(psutil.virtual_memory().total) / 2**30 / ranks

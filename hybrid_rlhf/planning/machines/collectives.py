@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,11 @@ from hybrid_rlhf.planning.machines.ranks import synchronize
 from hybrid_rlhf.runtime.world import World
 
 Times = dict[str, list[tuple[float, float, float]]]
-"""By kind: (ranks, bytes, seconds)."""
-_KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "transfer")
+"""By kind: (ranks, bytes, seconds); of a transfer, (senders, bytes of all of them, seconds)."""
+
+
+_OF_ALL: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+"""Kinds in which all ranks of a group take part."""
 
 
 def group_sizes(ranks: int) -> list[int]:
@@ -22,42 +26,31 @@ def group_sizes(ranks: int) -> list[int]:
     return sorted({size for power in range(1, 11) if (size := 2**power) <= ranks} | ({ranks} if ranks > 1 else set()))
 
 
-def time_collectives(world: World, sizes: list[int]) -> Times:
-    """Seconds of each kind, group size and number of bytes; every rank calls, rank 0's are valid."""
-    found: Times = {kind: [] for kind in _KINDS}
-    for ranks in group_sizes(world.size):
-        group = dist.new_group(list(range(ranks)))
-        for size in sizes:
-            for kind in _KINDS:
-                if world.rank < ranks and (kind != "transfer" or ranks == 2):
-                    seconds = _time(kind, group, ranks, size, world)
-                    found[kind].append((float(ranks), float(size), seconds))
-        world.barrier()
-    return found
+def time_collectives(world: World, sizes: list[int], *, local: int = 1) -> Times:
+    """Seconds of each kind, group size and number of bytes; every rank calls, rank 0's are valid.
 
-
-def time_between_hosts(world: World, sizes: list[int]) -> Times:
-    """Seconds of collectives of whole hosts, and of transfers from the first host to the second by one of its ranks and
-    by all at once (ranks, bytes of all of them, seconds); every rank of a run on several hosts calls, rank 0's are
-    valid."""
-    local = world.local_size
-    found: Times = {kind: [] for kind in _KINDS}
+    Args:
+        world: the ranks.
+        sizes: in bytes.
+        local: ranks of a host, whose hosts are measured whole; 1: any ranks. Transfers are from the first host to the
+            second, by one of its ranks and by all at once.
+    """
+    times: Times = {kind: [] for kind in get_args(Collective)}
     for hosts in group_sizes(world.size // local):
         ranks = hosts * local
         group = dist.new_group(list(range(ranks)))
         if world.rank < ranks:
             for size in sizes:
-                for kind in _KINDS[:-1]:
-                    found[kind].append((float(ranks), float(size), _time(kind, group, ranks, size, world)))
-        for senders in sorted({1, local}) if hosts == 2 else ():
-            for size in sizes:
-                if world.rank % local < senders and world.rank < ranks:
-                    seconds = _time("transfer", group, senders, size * senders, world, peers=local)
-                    found["transfer"].append((float(senders), float(size * senders), seconds))
-        world.barrier()
-        if world.rank < ranks:
+                for kind in _OF_ALL:
+                    times[kind].append((float(ranks), float(size), _time(kind, group, ranks, size, world)))
+            for senders in sorted({1, local}) if hosts == 2 else ():
+                if world.rank % local < senders:
+                    for size in sizes:
+                        seconds = _time("transfer", group, senders, size * senders, world, peers=local)
+                        times["transfer"].append((float(senders), float(size * senders), seconds))
             dist.destroy_process_group(group)
-    return found
+        world.barrier()
+    return times
 
 
 def _time(

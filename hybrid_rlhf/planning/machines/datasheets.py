@@ -171,7 +171,6 @@ def modelled_curves(sheet: DataSheet, *, link_gib_per_second: float | None = Non
         machine=sheet.name,
         source="modelled",
         device="cuda",
-        device_gib=sheet.device_gib,
         ranks_per_host=sheet.ranks_per_host,
         products=products(memory, LAUNCH_SECONDS),
         decode_products=products(decode_memory, GRAPH_KERNEL_SECONDS),

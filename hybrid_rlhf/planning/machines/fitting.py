@@ -99,13 +99,13 @@ def with_gathers(curves: MachineCurves, sharded: Sequence[tuple[int, ModelTimes]
     for ranks, times in sharded:
         sizes = times.model.sizes
         slowed = curves.slowed(ranks)
-        item_bytes = getattr(torch, next(iter(curves.products))).itemsize
+        passes = _passes(curves, times)
+        item_bytes = passes.dtype.itemsize
         exchanged = partial(curves.collective, ranks=ranks, hosts=1)
         gathers = sizes.layers * exchanged("all_gather", size_bytes=item_bytes * sizes.layer_weights)
         gathers += exchanged("all_gather", size_bytes=item_bytes * sizes.rest_parameters)
         reduced = exchanged("reduce_scatter", size_bytes=item_bytes * sizes.trained)
         for batch in times.forward:
-            passes = _passes(curves, times)
             passed = PassedTokens.of_rows(batch.rows, batch.length)
             rest = times.forward[batch] - slowed * passes.forward(passed) - gathers
             found["forward"][ranks].append(rest / sizes.layers)
@@ -207,12 +207,12 @@ def _prefill(curves: MachineCurves, times: ModelTimes, rows: int, context: int) 
 def _check(curves: MachineCurves, times: ModelTimes) -> float:
     """Seconds of the check of a weight sync."""
     passes = _passes(curves, times)
-    return passes.forward(PassedTokens.of_rows(1, PROBE_TOKENS)) + passes.probe(item_bytes=4)
+    return passes.forward(PassedTokens.of_rows(1, PROBE_TOKENS)) + passes.probe()
 
 
 def _passes(curves: MachineCurves, times: ModelTimes) -> ModelPasses:
     """The passes of a timed model, whose weights have the first dtype of the curves."""
-    return ModelPasses(curves, times.model.sizes, next(iter(curves.products)))
+    return ModelPasses(curves, times.model.sizes, getattr(torch, next(iter(curves.products))))
 
 
 def _scale(reached: float) -> float:

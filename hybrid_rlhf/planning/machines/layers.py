@@ -10,7 +10,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -79,7 +79,7 @@ class TimedModel:
 
     @property
     def sizes(self) -> ModelDimensions:
-        """As costs.py takes them."""
+        """As prices take them (costs/)."""
         weights = 13.0 * self.hidden**2  # four of attention, three of the MLP that are three times as large
         parameters = self.layers * weights + self.vocabulary * self.hidden
         return ModelDimensions(
@@ -174,20 +174,18 @@ def time_model(world: World, model: TimedModel, batches: list[TimedBatch], rows:
     return ModelTimes(model, forward, backward, step, sync, decode, whole)
 
 
+@torch.no_grad()
 def time_products(
     world: World, weights: list[int], rows: list[int], dtype: str, *, decode: bool = False
-) -> list[tuple[float, float, float]]:
+) -> Iterator[tuple[float, float, float]]:
     """(elements of the weight, rows, seconds) of products in training or, with `decode`, with inference weights."""
-    found = []
-    with torch.no_grad():
-        for side in weights:
-            weight = torch.randn(side, side, device=world.device, dtype=getattr(torch, dtype))
-            product = _taking_turns(weight) if decode else partial(linear, weight=weight)
-            for count in rows:
-                x = torch.randn(count, side, device=world.device, dtype=weight.dtype)
-                seconds = median_seconds(partial(product, x), least_seconds=0.02 if decode else 0.03)
-                found.append((float(side**2), float(count), seconds))
-    return found
+    for side in weights:
+        weight = torch.randn(side, side, device=world.device, dtype=getattr(torch, dtype))
+        product = _taking_turns(weight) if decode else partial(linear, weight=weight)
+        for count in rows:
+            x = torch.randn(count, side, device=world.device, dtype=weight.dtype)
+            seconds = median_seconds(partial(product, x), least_seconds=0.02 if decode else 0.03)
+            yield float(side**2), float(count), seconds
 
 
 def _taking_turns(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -198,22 +196,18 @@ def _taking_turns(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: next(turns)(x)
 
 
-def time_attention(world: World, lengths: list[int]) -> list[tuple[float, float]]:
+@torch.no_grad()
+def time_attention(world: World, lengths: list[int]) -> Iterator[tuple[float, float]]:
     """(operations, seconds) of a causal attention of one row with four heads of 64."""
-    found = []
     dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
-    with torch.no_grad():
-        for length in lengths:
-            q = torch.randn(1, 4, length, 64, device=world.device, dtype=dtype)
-            attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
-            seconds = median_seconds(attend)
-            found.append((2.0 * 256 * length**2, seconds))
-    return found
+    for length in lengths:
+        q = torch.randn(1, 4, length, 64, device=world.device, dtype=dtype)
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
+        yield 2.0 * 256 * length**2, median_seconds(attend)
 
 
-def time_optimizer(world: World, parameters: list[int]) -> list[tuple[float, float]]:
+def time_optimizer(world: World, parameters: list[int]) -> Iterator[tuple[float, float]]:
     """(parameters, seconds) of a fused AdamW step with the norm of the gradient."""
-    found = []
     for count in parameters:
         weight = torch.nn.Parameter(torch.zeros(count, device=world.device))
         weight.grad = torch.full_like(weight, 1e-3)
@@ -223,18 +217,15 @@ def time_optimizer(world: World, parameters: list[int]) -> list[tuple[float, flo
             torch.nn.utils.clip_grad_norm_([weight], 1.0)
             optimizer.step()
 
-        found.append((float(count), median_seconds(step)))
-    return found
+        yield float(count), median_seconds(step)
 
 
-def time_host_link(world: World, sizes: list[int]) -> list[tuple[float, float]]:
+def time_host_link(world: World, sizes: list[int]) -> Iterator[tuple[float, float]]:
     """(bytes, seconds) from pinned host memory to the device; on a CPU a copy in memory."""
-    found = []
     for size in sizes:
         host = torch.zeros(size, dtype=torch.uint8, pin_memory=world.device.type == "cuda")
         there = torch.zeros(size, dtype=torch.uint8, device=world.device)
-        found.append((float(size), median_seconds(partial(there.copy_, host))))
-    return found
+        yield float(size), median_seconds(partial(there.copy_, host))
 
 
 def _passes(engine: HybridEngine, batch: TimedBatch, vocabulary: int) -> tuple[float, float, float]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from hybrid_rlhf.planning.curves import Collective, LinkSource, MachineCurves, Surface
+from hybrid_rlhf.planning.machines.collectives import Times
 
 LINK_ACHIEVED = 0.75
 """Part of a link that collectives reach at large sizes; an assumption."""
@@ -78,17 +79,23 @@ def with_link(
     )
 
 
-def with_measured_link(curves: MachineCurves, times: Mapping[str, list[tuple[float, float, float]]]) -> MachineCurves:
-    """The curves with what collectives.time_between_hosts measured: (ranks, bytes, seconds) by kind; of a `transfer`,
-    ranks are those of each host that send at once, and bytes all that leaves a host."""
+def measured_collectives(times: Times) -> dict[str, Surface]:
+    """Collectives as measured; transfers are those of the most senders."""
+    surfaces = {kind: Surface.of(points) for kind, points in times.items()}
     transfers = times["transfer"]
-    rates = {ranks: size / seconds for ranks, size, seconds in sorted(transfers)}  # the largest size is the last
+    most = max(senders for senders, _, _ in transfers)
+    points = [(2.0, size, seconds) for senders, size, seconds in transfers if senders == most]
+    return surfaces | {"transfer": Surface.of(points)}
+
+
+def with_measured_link(curves: MachineCurves, times: Times) -> MachineCurves:
+    """The curves with what collectives.time_collectives measured between hosts."""
+    # the largest size is the last
+    rates = {ranks: size / seconds for ranks, size, seconds in sorted(times["transfer"])}
     every = max(rates)
-    between = {kind: Surface.of(points) for kind, points in times.items()}
-    between["transfer"] = Surface.of((2.0, size, seconds) for ranks, size, seconds in transfers if ranks == every)
     return replace(
         curves,
-        between_hosts=between,
+        between_hosts=measured_collectives(times),
         link_gib_per_second=rates[every] / 2**30,
         link_source="measured",
         ranks_to_fill_link=min(every, max(1.0, rates[every] / rates[1.0])),

@@ -17,10 +17,10 @@ import torch
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import Curve, MachineCurves
+from hybrid_rlhf.planning.device import Cluster
 from hybrid_rlhf.planning.job import RLJob, StepLengths, read_job
 from hybrid_rlhf.planning.machines.fitting import SCALES, fit
 from hybrid_rlhf.planning.machines.layers import TimedModel
-from hybrid_rlhf.planning.phase_memory import Cluster
 from hybrid_rlhf.planning.plans import StepPlan, flattening
 from hybrid_rlhf.planning.step_time import StepTime, step_time
 from hybrid_rlhf.runtime.world import World
@@ -29,6 +29,8 @@ ALL_ROWS = 10**6
 """Memory lets all rows be decoded at once."""
 _NOTHING = 1e-12
 """Factor of work that is left out."""
+_WORK = "work"
+"""Term of predicted work, whose cost is a factor."""
 _SHARED = (1.0, 4.0)
 """Factors of the work of training on several ranks, at least and at most."""
 
@@ -65,99 +67,80 @@ RunTimer = Callable[[World, str, RunSizes], RunTimes]
 def with_runs(curves: MachineCurves, runs: Sequence[tuple[int, RunTimes]]) -> MachineCurves:
     """The curves, corrected by runs on so many ranks each, of which some must be on one."""
     predicted = [_Prediction.of(times, ranks, curves) for ranks, times in runs]
-    curves = _with_loop(curves, [each for each in predicted if each.ranks == 1])
-    several = {each.ranks for each in predicted if each.ranks > 1}
-    by_ranks = {ranks: [each for each in predicted if each.ranks == ranks] for ranks in sorted(several)}
+    curves = _with_loop(curves, [run for run in predicted if run.ranks == 1])
+    several = {run.ranks for run in predicted if run.ranks > 1}
+    by_ranks = {ranks: [run for run in predicted if run.ranks == ranks] for ranks in sorted(several)}
     if curves.device == "cpu":
         alone = replace(curves, slowdown=Curve())
         shared = {
-            ranks: median(each.times.seconds["scoring"] / each.seconds(alone, "scoring") for each in some)
+            ranks: median(run.times.seconds["scoring"] / run.seconds(alone, "scoring") for run in some)
             for ranks, some in by_ranks.items()
         }
         curves = replace(curves, slowdown=Curve.of([(1, 1.0), *shared.items()]))
-    training = {ranks: _training_of(curves, some) for ranks, some in by_ranks.items()}
+    training = {
+        ranks: _fit_training(curves, some, _SHARED, without=("forward", "backward")) for ranks, some in by_ranks.items()
+    }
     curves = replace(
         curves,
-        update=Curve.of([*curves.update.points, *((ranks, each["update"]) for ranks, each in training.items())]),
-        shared_training=Curve.of([(1, 1.0), *((ranks, each["work"]) for ranks, each in training.items())]),
+        update=Curve.of([*curves.update.points, *((ranks, costs["update"]) for ranks, costs in training.items())]),
+        shared_training=Curve.of([(1, 1.0), *((ranks, costs[_WORK]) for ranks, costs in training.items())]),
     )
-    loop = {ranks: median(each.loop_ratio(curves) for each in some) for ranks, some in by_ranks.items()}
+    loop = {ranks: median(run.loop_ratio(curves) for run in some) for ranks, some in by_ranks.items()}
     return replace(curves, shared_loop=Curve.of([(1, 1.0), *loop.items()]))
-
-
-def _training_of(curves: MachineCurves, some: Sequence[_Prediction]) -> dict[str, float]:
-    """Factor of the work of training, and seconds per update, of runs on as many ranks."""
-    rests = [each.training(curves, without=("forward", "backward")) for each in some]
-    return _fit_factor(
-        "work",
-        _SHARED,
-        [
-            {"work": each.training(curves) - rest, "update": each.updates(curves)}
-            for each, rest in zip(some, rests, strict=True)
-        ],
-        [each.times.seconds["training"] for each in some],
-        known=rests,
-    )
-
-
-def _fit_factor(
-    factor: str,
-    bounds: tuple[float, float],
-    terms: Sequence[Mapping[str, float]],
-    seconds: Sequence[float],
-    *,
-    known: Sequence[float],
-) -> dict[str, float]:
-    """Like `fit`, with one cost, a factor of predictions, within bounds: runs of small models may tell little of it,
-    and large models are predicted with it."""
-    low, high = bounds
-    found = min(high, max(low, fit(terms, seconds, known=known)[factor]))
-    others = [{name: size for name, size in each.items() if name != factor} for each in terms]
-    rest = [before + found * each[factor] for before, each in zip(known, terms, strict=True)]
-    return {factor: found, **fit(others, seconds, known=rest)}
 
 
 def _with_loop(curves: MachineCurves, alone: Sequence[_Prediction]) -> MachineCurves:
     """With what runs on one rank take."""
-    curves = replace(curves, loop=Curve.of((each.times.tokens, each.times.seconds["other"]) for each in alone))
-    reads = _fit_factor(
-        "forward",
-        SCALES,
-        [
-            {"forward": each.seconds(curves, "scoring")}
-            | {call: each.calls(curves, call, "scoring") for call in ("read", "read_token")}
-            for each in alone
-        ],
-        [each.times.seconds["scoring"] for each in alone],
-        known=[0.0] * len(alone),
-    )
-    curves = replace(curves, corrections={**curves.corrections, "forward": reads["forward"]})
-    rests = [each.training(curves, without=("backward",)) for each in alone]
-    updates = _fit_factor(
-        "backward",
-        SCALES,
-        [
-            {
-                "backward": each.training(curves) - rest,
-                "update": each.updates(curves),
-                "trained_token": each.calls(curves, "trained_token", "training"),
-            }
-            for each, rest in zip(alone, rests, strict=True)
-        ],
-        [each.times.seconds["training"] for each in alone],
-        known=rests,
-    )
+    curves = replace(curves, loop=Curve.of((run.times.tokens, run.times.seconds["other"]) for run in alone))
+    terms = [
+        {_WORK: run.seconds(curves, "scoring")}
+        | {call: run.calls(curves, call, "scoring") for call in ("read", "read_token")}
+        for run in alone
+    ]
+    seconds = [run.times.seconds["scoring"] for run in alone]
+    reads = _fit_work(terms, seconds, SCALES, known=[0.0] * len(alone))
+    curves = replace(curves, corrections={**curves.corrections, "forward": reads.pop(_WORK)})
+    updates = _fit_training(curves, alone, SCALES, without=("backward",), calls=("trained_token",))
     return replace(
         curves,
-        corrections={**curves.corrections, "backward": updates["backward"]},
-        calls={
-            **curves.calls,
-            "read": reads["read"],
-            "read_token": reads["read_token"],
-            "trained_token": updates["trained_token"],
-        },
+        corrections={**curves.corrections, "backward": updates[_WORK]},
+        calls={**curves.calls, **reads, "trained_token": updates["trained_token"]},
         update=Curve.of([(1, updates["update"])]),
     )
+
+
+def _fit_training(
+    curves: MachineCurves,
+    runs: Sequence[_Prediction],
+    bounds: tuple[float, float],
+    *,
+    without: Sequence[str],
+    calls: Sequence[str] = (),
+) -> dict[str, float]:
+    """Factor of some kinds of work in training, seconds per update, and of calls."""
+    rests = [run.training(curves, without=without) for run in runs]
+    terms = [
+        {_WORK: run.training(curves) - rest, "update": run.updates(curves)}
+        | {call: run.calls(curves, call, "training") for call in calls}
+        for run, rest in zip(runs, rests, strict=True)
+    ]
+    return _fit_work(terms, [run.times.seconds["training"] for run in runs], bounds, known=rests)
+
+
+def _fit_work(
+    terms: Sequence[Mapping[str, float]],
+    seconds: Sequence[float],
+    bounds: tuple[float, float],
+    *,
+    known: Sequence[float],
+) -> dict[str, float]:
+    """Like `fit`, with the factor of predicted work within bounds: runs of small models may tell little of it, and
+    large models are predicted with it."""
+    low, high = bounds
+    factor = min(high, max(low, fit(terms, seconds, known=known)[_WORK]))
+    others = [{name: size for name, size in each.items() if name != _WORK} for each in terms]
+    rest = [before + factor * each[_WORK] for before, each in zip(known, terms, strict=True)]
+    return {_WORK: factor, **fit(others, seconds, known=rest)}
 
 
 @dataclass(frozen=True)
