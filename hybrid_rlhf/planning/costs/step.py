@@ -117,6 +117,16 @@ class Costs:
 
     # Weight sync
 
+    @once_for(
+        lambda self, plan: (
+            self._seen(plan.roles["actor"]),
+            self._ways(plan),
+            plan.separate,
+            plan.placement.with_actor,
+            plan.offload_states,
+            plan.policy_lag,
+        )
+    )
     def weight_sync(self, plan: StepPlan) -> Work:
         """Filling the inference weights, and the check of them: the sampler's, the actor's, or one after the other.
 
@@ -159,12 +169,17 @@ class Costs:
         decoded = Work(self._sampler_passes(tensor_parallel).probe())
         return engine.forward(PassedTokens.of_rows(1, PROBE_TOKENS)) + decoded
 
+    def _ways(self, plan: StepPlan) -> tuple[Span, Span, int, int]:
+        """What the transfer's price knows of the ranks that send and receive."""
+        actor = plan.roles["actor"].ranks
+        sampling = plan.sampling
+        hosts = self._hosts((*actor, *sampling.ranks))
+        return self._span(actor), self._span(sampling.ranks), sampling.tensor_parallel, hosts
+
+    @once_for(lambda self, plan: self._ways(plan))
     def _transfer(self, plan: StepPlan) -> Work:
         """Each sampling rank receives its part of each weight; senders share the load."""
-        actor = plan.roles["actor"].ranks
-        sender = self._span(actor)
-        receiver = self._span(plan.sampling.ranks)
-        hosts = self.cluster.hosts_of((*actor, *plan.sampling.ranks))
+        sender, receiver, _, hosts = self._ways(plan)
         received = self._sampled_bytes(plan)
         sent = received * receiver.ranks / sender.ranks
         wire = max(
@@ -271,6 +286,7 @@ class Costs:
         held = self.job.lengths.tokens / holders
         return Work(self.curves.loop(held) * shared) + self.messages("loop")
 
+    @once
     def _all_rows(self, token_bytes: int) -> Work:
         """Rows of a rollout travel between all ranks: each sends and receives its part."""
         size = token_bytes * self.job.lengths.tokens / self.cluster.ranks
@@ -294,7 +310,11 @@ class Costs:
 
     def _most_hosts(self, groups: Iterable[tuple[int, ...]]) -> int:
         """The most hosts that one of some groups is on."""
-        return max(self.cluster.hosts_of(group) for group in groups)
+        return max(self._hosts(group) for group in groups)
+
+    @once
+    def _hosts(self, ranks: tuple[int, ...]) -> int:
+        return self.cluster.hosts_of(ranks)
 
     def _call(self, name: str) -> float:
         """Fixed seconds of a call."""
