@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,11 @@ def save_stopping_model(folder: Path) -> Path:
     return folder
 
 
+def favours_short(completions: Sequence[str], **columns: Any) -> list[float]:
+    """A reward."""
+    return [-float(len(text)) for text in completions]
+
+
 def rollout_line(folder: Path, model: Path, rows: Path, *more: str) -> list[str]:
     """The command line of four rollouts of short completions, with a checkpoint after each."""
     return [
@@ -79,7 +86,7 @@ def rollout_line(folder: Path, model: Path, rows: Path, *more: str) -> list[str]
         *"--algorithm.correction.method truncate --algorithm.mini_batches 1".split(),
         *"--train.max_steps 4 --train.save_every 1 --train.keep_last 9 --train.eval_every 1".split(),
         "--reward.components",
-        "[{function: 'tests.support.steps:brevity'}]",
+        json.dumps([{"function": f"{__file__}:favours_short"}]),
         *more,
     ]
 
