@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.board import ServedBoard, served_board, write_run
+from tests.support.board import POST, ServedBoard, served_board, write_run
 
 GETS = (
     "runs/RUN metrics runs/RUN/timeline runs/RUN/samples runs/RUN/prompts runs/RUN/signals preferences/next "
@@ -25,6 +25,7 @@ POSTS = (
     "form/check form/estimate chat"
 ).split()
 TOKEN = "a-long-token"
+HEADERS = {**POST, "Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def raw(board: ServedBoard, request: bytes) -> bytes:
     return content
 
 
-@pytest.mark.parametrize(("host", "status"), [("localhost:99", 200), ("evil.example", 403), ("[::1]evil.com", 403)])
+@pytest.mark.parametrize(("host", "status"), [("localhost:99", 200), ("evil.example", 403)])
 def test_a_name_of_another_machine_is_refused(board: ServedBoard, host: str, status: int) -> None:
     """tests/serving/test_access.py has more names."""
     answer = raw(board, f"GET /api/runs HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
@@ -59,15 +60,15 @@ def test_a_form_of_another_page_changes_nothing(board: ServedBoard) -> None:
     for headers, status in (
         ({}, 403),
         ({"X-Board": "0"}, 403),
-        ({"X-Board": "1", "Content-Type": "text/plain"}, 415),
-        ({"X-Board": "1", "Content-Type": "application/x-www-form-urlencoded"}, 415),
-        ({"X-Board": "1", "Content-Type": "application/json", "Origin": "http://evil.example"}, 403),
-        ({"X-Board": "1", "Content-Type": "application/json", "Origin": "null"}, 403),
+        ({**POST, "Content-Type": "text/plain"}, 415),
+        ({**POST, "Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({**HEADERS, "Origin": "http://evil.example"}, 403),
+        ({**HEADERS, "Origin": "null"}, 403),
     ):
         answer = board.client.post(f"/api/runs/{run}/stop", content=b"{}", headers=headers)
         assert (answer.status_code, list(answer.json())) == (status, ["error"])
-    own = {"X-Board": "1", "Content-Type": "application/json", "Origin": board.url}
-    assert board.client.post("/api/form/estimate", content=b"{}", headers=own).status_code == 400  # of its content
+    own = board.client.post("/api/form/estimate", content=b"{}", headers={**HEADERS, "Origin": board.url})
+    assert own.status_code == 400  # of its content
     for method in ("PUT", "DELETE", "OPTIONS", "PATCH"):
         answer = board.client.request(method, "/api/runs")
         assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers
@@ -122,8 +123,7 @@ def test_a_large_body_is_refused(board: ServedBoard) -> None:
     answer = board.post("/api/chat", {"models": ["x"], "messages": [{"role": "user", "content": "x" * 5_000_000}]})
     assert answer.status_code == 413
     for body in (b'{"a": ', b"[1]", b'"x"', b"\xff\xfe", b'{"who": "\\ud800"}', b'{"a": NaN}', b"[" * 100_000):
-        headers = {"X-Board": "1", "Content-Type": "application/json"}
-        answer = board.client.post("/api/preferences", content=body, headers=headers)
+        answer = board.client.post("/api/preferences", content=body, headers=HEADERS)
         assert answer.status_code == 400 and list(answer.json()) == ["error"], answer.text
 
 
@@ -155,14 +155,18 @@ SOME = st.one_of(
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
+def assert_answered(answer: httpx2.Response, *said: Any) -> None:
+    """The answer is good, or an error of one line."""
+    assert answer.status_code in (200, 400, 404), (*said, answer.text)
+    if answer.status_code != 200:
+        assert set(answer.json()) == {"error"} and "\n" not in answer.json()["error"]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=QUIET)
 @given(path=st.sampled_from(GETS), query=st.dictionaries(KEYS | st.text(max_size=6), st.text(max_size=12), max_size=4))
 def test_any_query_is_answered(board: ServedBoard, path: str, query: dict[str, str]) -> None:
     run = board.run("run")["id"]
-    answer = board.ask(f"/api/{path.replace('RUN', run)}", **query)
-    assert answer.status_code in (200, 400, 404), (path, query, answer.text)
-    if answer.status_code != 200:
-        assert set(answer.json()) == {"error"} and "\n" not in answer.json()["error"]
+    assert_answered(board.ask(f"/api/{path.replace('RUN', run)}", **query), path, query)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=QUIET)
@@ -174,11 +178,8 @@ def test_any_body_is_answered(board: ServedBoard, path: str, body: dict[str, Any
     if {"step", "index"} <= body.keys() and path.startswith("runs/RUN/re"):
         body["step"] = "none"  # no job is started
     text = json.dumps(body).encode()
-    headers = {"X-Board": "1", "Content-Type": "application/json"}
-    answer = board.client.post(f"/api/{path.replace('RUN', run)}", content=text, headers=headers)
-    assert answer.status_code in (200, 400, 404), (path, body, answer.text)
-    if answer.status_code != 200:
-        assert set(answer.json()) == {"error"} and "\n" not in answer.json()["error"]
+    answer = board.client.post(f"/api/{path.replace('RUN', run)}", content=text, headers=HEADERS)
+    assert_answered(answer, path, body)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=QUIET)

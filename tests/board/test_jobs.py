@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.board import ServedBoard, served_board, write_run
+from tests.support.clock import wait_until
 
 
 def ended(board: ServedBoard, job: str) -> dict[str, Any]:
     """A job once it has ended."""
-    end = time.monotonic() + 240
-    while (found := board.get(f"/api/jobs/{job}"))["state"] == "running":
-        assert time.monotonic() < end, found
-        time.sleep(0.2)
-    return dict(found)
+    wait_until(lambda: board.get(f"/api/jobs/{job}")["state"] != "running", f"the end of job {job}", seconds=240)
+    return dict(board.get(f"/api/jobs/{job}"))
 
 
 @pytest.mark.faults

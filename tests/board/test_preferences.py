@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybrid_rlhf.board.chat import Chats
 from hybrid_rlhf.board.workspace import BoardWorkspace
-from hybrid_rlhf.configs.commands.board import BoardConfig
-from tests.support.board import ServedBoard, sample_rows, served_board, write_run
+from tests.support.board import ServedBoard, sample_rows, served_board, workspace_of, write_run
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BoardWorkspace
     write_run(tmp_path / "output" / "none", steps=1)
     write_run(tmp_path / "output" / "one", steps=2, samples=8)
     write_run(tmp_path / "output" / "two", steps=1, samples=8, seed=2)
-    return BoardWorkspace(BoardConfig(folders=[str(tmp_path / "output")]), Chats(pytest.fail, pytest.fail))
+    return workspace_of(tmp_path / "output")
 
 
 SCORES = {row["completion"]: row["score"] for step in (1, 2) for row in sample_rows(step, 8)}

@@ -14,13 +14,10 @@ import httpx2
 import numpy as np
 import pytest
 
-from hybrid_rlhf.board.chat import Chats
 from hybrid_rlhf.board.events import EventHub, Watcher
 from hybrid_rlhf.board.runs.folders import RunFolders, run_id
 from hybrid_rlhf.board.runs.metrics import MetricsFile
-from hybrid_rlhf.board.runs.summary import RunSummaries, printed_text
-from hybrid_rlhf.board.workspace import BoardWorkspace
-from hybrid_rlhf.configs.commands.board import BoardConfig
+from hybrid_rlhf.board.runs.summary import printed_text
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE, FolderLock
 from tests.support.board import (
@@ -30,6 +27,8 @@ from tests.support.board import (
     hold_lock,
     sample_rows,
     served_board,
+    summary_of,
+    workspace_of,
     write_run,
 )
 
@@ -113,7 +112,7 @@ def test_links_are_reported_as_not_followed(tmp_path: Path) -> None:
     (run / "samples.jsonl").symlink_to(elsewhere / "samples.jsonl")
     metrics = write_run(root / "other") / "metrics.jsonl"
     metrics.symlink_to(elsewhere / "metrics.jsonl")
-    workspace = BoardWorkspace(BoardConfig(folders=[str(root)]), Chats(pytest.fail, pytest.fail))
+    workspace = workspace_of(root)
     assert workspace.folders.linked() == [root / "linked"]
     near, other = workspace.folders.all()
     summary = workspace.summaries.summary(near)
@@ -192,8 +191,7 @@ def test_a_run_ended_by_sigkill_is_killed_with_the_time_of_its_last_line(tmp_pat
     folder = write_run(tmp_path / "live", steps=steps)
     with hold_lock(folder):
         pass  # it is killed
-    (run,) = RunFolders([tmp_path]).all()
-    found = RunSummaries().summary(run)
+    found = summary_of(tmp_path)
     assert (found["state"], found["step"]) == ("killed", steps)
     if steps:
         last = (folder / "metrics.jsonl").stat().st_mtime
@@ -207,12 +205,11 @@ def test_a_silent_run_of_another_host_is_not_running(tmp_path: Path) -> None:
     """Its process cannot be looked for; the files say whether it goes on."""
     folder = write_run(tmp_path / "live", steps=1)
     (folder / ".lock").write_text("17 elsewhere 1234\n")
-    (run,) = RunFolders([tmp_path]).all()
-    assert RunSummaries().summary(run)["state"] == "running"
+    assert summary_of(tmp_path)["state"] == "running"
     hour_ago = time.time() - 3600
     for name in ("metrics.jsonl", "config.yaml"):
         os.utime(folder / name, (hour_ago, hour_ago))
-    assert RunSummaries().summary(run)["state"] == "killed"
+    assert summary_of(tmp_path)["state"] == "killed"
 
 
 def test_a_board_tells_of_new_metrics_samples_and_runs_within_two_seconds(tmp_path: Path) -> None:
@@ -282,23 +279,26 @@ def test_a_title_and_notes_are_kept_in_the_folder(board: ServedBoard) -> None:
 
 def test_a_run_is_deleted_by_its_name_unless_it_is_running(tmp_path: Path) -> None:
     folder = tmp_path / "output"
-    gone, kept = write_run(folder / "gone", steps=1), write_run(folder / "kept", steps=1)
+    write_run(folder / "gone", steps=1)
+    kept = write_run(folder / "kept", steps=1)
     outer = write_run(folder / "outer", steps=1)
     write_run(outer / "inner", steps=1)
     with served_board(folder) as board:
         ids = {run["name"]: run["id"] for run in board.get("/api/runs")}
-        answer = board.post(f"/api/runs/{ids['gone']}/delete", {"name": "kept"})
-        assert answer.status_code == 400 and "type its name" in answer.json()["error"] and gone.is_dir()
-        answer = board.post(f"/api/runs/{ids['outer']}/delete", {"name": "outer"})
-        assert answer.status_code == 400 and "contains other runs (outer/inner)" in answer.json()["error"]
+
+        def refusal(run: str, typed: str) -> str:
+            answer = board.post(f"/api/runs/{ids[run]}/delete", {"name": typed})
+            assert answer.status_code == 400 and (folder / run).is_dir()
+            return str(answer.json()["error"])
+
+        assert "type its name" in refusal("gone", "kept")
+        assert "contains other runs (outer/inner)" in refusal("outer", "outer")
         lock = FolderLock(kept)
         assert lock.acquire() is None
-        answer = board.post(f"/api/runs/{ids['kept']}/delete", {"name": "kept"})
-        assert answer.status_code == 400 and "must not be running" in answer.json()["error"] and kept.is_dir()
+        assert "must not be running" in refusal("kept", "kept")
         lock.release()
         (kept / LOCK_FILE).write_text("1 another.host 1\n")  # a file system may not share locks between hosts
-        answer = board.post(f"/api/runs/{ids['kept']}/delete", {"name": "kept"})
-        assert answer.status_code == 400 and "must not be running" in answer.json()["error"] and kept.is_dir()
+        assert "must not be running" in refusal("kept", "kept")
         assert board.post(f"/api/runs/{ids['gone']}/delete", {"name": "gone"}).status_code == 200
         assert {run["name"] for run in board.get("/api/runs")} == {"kept", "outer", "outer/inner"}
         assert {path.name for path in folder.iterdir()} == {"kept", "outer"}

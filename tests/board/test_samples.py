@@ -73,10 +73,7 @@ ALL = [(row["step"], row["index"], row) for step in range(1, STEPS + 1) for row 
         ({"kl_min": 0.1}, lambda row: row["kl"] >= 0.1),
         ({"component": "model", "component_min": 18}, lambda row: row["components"]["model"] >= 18),
         ({"text": "lantern"}, lambda row: "lantern" in row["completion"] + row["prompt"][0]["content"]),
-        ({"text": "number 1"}, lambda row: "1" in row["completion"].split()),
-        ({"text": "numb* 1*"}, lambda row: " 1" in row["completion"]),
         ({"text": "lantern", "score_max": 1}, lambda row: row["score"] <= 1 and "lantern" in json.dumps(row)),
-        ({"text": "nowhere"}, lambda row: False),
         ({"score_min": 5, "score_max": 4}, lambda row: False),
     ],
 )
@@ -151,10 +148,8 @@ def test_prompts_count_their_own_samples(board: ServedBoard) -> None:
 def test_a_prompt_is_the_same_across_runs(board: ServedBoard) -> None:
     one, two = board.run("one")["id"], board.run("two")["id"]
     prompts = board.get(f"/api/runs/{one}/prompts", text="river")
-    assert prompts["total"] == 1 and prompts["rows"][0]["samples"] == 4 * STEPS
+    assert prompts["total"] == 1
     key = prompts["rows"][0]["prompt_key"]
-    scores = [row["score"] for _, _, row in ALL if row["group"] == 0]
-    assert prompts["rows"][0]["mean_score"] == pytest.approx(np.mean(scores))
     found = board.get(f"/api/prompts/{key}")
     assert found["prompt"] == [{"role": "user", "content": "Say river"}]
     assert {row["run"] for row in found["rows"]} >= {one, two}
@@ -317,7 +312,7 @@ def test_rows_of_equal_and_missing_scores_keep_the_order_of_the_file(tmp_path: P
     scores[random.integers(0, 200, 20)] = np.nan
     scores[random.integers(0, 200, 20)] = np.inf
     rows = [{"step": 1, "prompt": "", "completion": "", "score": float(score)} for score in scores]
-    (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    append_rows(tmp_path, rows)
     index = index_of(tmp_path)
     steps_in(index)
     expected = np.argsort(-scores if order == "desc" else scores, kind="stable")  # NaN is last in either order

@@ -8,12 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybrid_rlhf.board.chat import Chats
 from hybrid_rlhf.board.signals import SampledStep, copied_part, find_signals, repeated_part
-from hybrid_rlhf.board.workspace import BoardWorkspace
-from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.loop.advice.rules import RULES
-from tests.support.board import append_rows, sample_rows, write_run
+from tests.support.board import append_rows, sample_rows, workspace_of, write_run
 
 STEPS = np.arange(1, 61)
 NOISE = np.random.default_rng(0).normal(size=60)
@@ -79,7 +76,7 @@ def test_texts_are_read_from_all_of_a_step(tmp_path: Path) -> None:
     append_rows(run, sample_rows(1, 160, group=32))
     rows = sample_rows(2, 160, group=32)
     append_rows(run, [{**row, "completion": "the same", "index": row["index"] + 1000} for row in rows])
-    workspace = BoardWorkspace(BoardConfig(folders=[str(tmp_path)]), Chats(pytest.fail, pytest.fail))
+    workspace = workspace_of(tmp_path)
     (found,) = workspace.folders.all()
     signals = {signal.name: signal for signal in workspace.signals(found)}
     shown = [part["index"] for part in signals["same answer to all prompts"].evidence if "index" in part]

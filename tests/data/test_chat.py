@@ -6,14 +6,15 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.data.chat.conversation import EncodedSequence, encode_conversation
+from tests.support.messages import assistant, user
 from tests.support.tiny import CHATML, tiny_tokenizer
 
 TURNS = [
     {"role": "system", "content": "be kind"},
-    {"role": "user", "content": "hi <b>"},
-    {"role": "assistant", "content": "hello"},
-    {"role": "user", "content": "more"},
-    {"role": "assistant", "content": "bye é"},
+    user("hi <b>"),
+    assistant("hello"),
+    user("more"),
+    assistant("bye é"),
 ]
 
 
@@ -52,7 +53,7 @@ def test_special_tokens_within_an_answer_do_not_end_it(
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     monkeypatch.setattr(type(tokenizer), "is_fast", fast)
     for turns in (2, 4):
-        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}] * (turns // 2)
+        messages = [user("q"), assistant(content)] * (turns // 2)
         (encoded,) = encode_conversation(messages, tokenizer)
         assert with_loss(encoded, tokenizer) == learned * (turns // 2)
 
@@ -64,7 +65,5 @@ def test_an_answer_without_an_end_of_turn_is_learned_whole() -> None:
     )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
     for content in ("42", "<think>42", "4<think>2", "42<think>"):
-        (encoded,) = encode_conversation(
-            [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}], tokenizer
-        )
+        (encoded,) = encode_conversation([user("q"), assistant(content)], tokenizer)
         assert with_loss(encoded, tokenizer) == content + "\n"

@@ -133,7 +133,6 @@ def test_errors_are_one_line(name: str, load: Any, tmp_path: Path) -> None:
 OPTIONS = {
     "--condition.buckets 1": r"condition\.buckets .* \[2, 100\], got 1: raise .* 3",
     "--condition.template high": r"condition\.template .* {bucket}, got 'high': add",
-    "--data.packing tight": r"data\.packing .* none, best_fit, got tight: see --help",
     "--distill {}": r"distill\.teacher .* got none: .*--distill\.teacher",
     "--distill.beta 1": r"distill\.beta .*\(0, 1\), got 1\.0: .*0\.5",
     "--distill.temperature 0": r"distill\.temperature .* above 0, got 0\.0: .*1\.0",

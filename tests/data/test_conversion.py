@@ -21,25 +21,18 @@ from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.sources import open_source
+from tests.support.messages import assistant, user
 
 Write = Callable[..., Path]
 DIALOGUE = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
 def converted(
-    file: Path, *, format: FormatName = "auto", ranked_as: RankedAs = "ranks", skip_bad: bool = False
+    file: Path, *, ranked_as: RankedAs = "ranks", skip_bad: bool = False
 ) -> tuple[list[Row], ConversionReport]:
     """The rows of a converted file, and what was reported."""
     output = file.with_suffix(".out.jsonl")
-    report = convert(str(file), output, format=format, ranked_as=ranked_as, skip_bad=skip_bad)
+    report = convert(str(file), output, format="auto", ranked_as=ranked_as, skip_bad=skip_bad)
     rows = [row for _, row in open_source(str(output))] if output.exists() else []
     return rows, report
 
@@ -61,7 +54,7 @@ def test_continuations_of_a_dialogue_become_pairs(write_jsonl: Write) -> None:
 
 @pytest.mark.parametrize("prompt", ["\n\nHuman: Sweet?", "Sweet?\n\nAssistant:", "Sweet?"])
 def test_a_prompt_that_the_assistant_does_not_answer_is_no_dialogue(write_jsonl: Write, prompt: str) -> None:
-    with pytest.raises(UserError, match="one of the formats"):
+    with pytest.raises(UserError, match="one of the formats hh, sharegpt.*got columns chosen, prompt, rejected"):
         converted(write_jsonl([{"prompt": prompt, "chosen": "No.", "rejected": "Yes."}]))
 
 
@@ -135,17 +128,24 @@ def test_weights_of_turns_are_kept(write_jsonl: Write) -> None:
     assert "the weight of a turn must be 0 or 1, got 0.5" in report.problems.texts[0]
 
 
-def test_sharegpt_and_alpaca_pairs(write_jsonl: Write) -> None:
-    shared = {
-        "conversations": [{"from": "human", "value": "q"}],
-        "chosen": {"from": "gpt", "value": "a"},
-        "rejected": {"from": "gpt", "value": "b"},
+def test_pairs_of_sharegpt_alpaca_and_openai(write_jsonl: Write) -> None:
+    formats: dict[str, Row] = {
+        "sharegpt": {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
+        "alpaca": {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
+        "openai_messages": {
+            "input": {"messages": [user("q")], "tools": [], "parallel_tool_calls": True},
+            "preferred_output": [assistant("a")],
+            "non_preferred_output": [assistant("b")],
+        },
     }
-    alpaca = {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"}
-    expected = [{"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}]
-    for row, name in ((shared, "sharegpt"), (alpaca, "alpaca")):
+    for name, row in formats.items():
         rows, report = converted(write_jsonl([row], f"{name}.jsonl"))
-        assert rows == expected and report.format == name
+        assert rows == [{"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}]
+        assert report.format == name
 
 
 def test_alpaca_rows_keep_history_and_input(tmp_path: Path) -> None:
@@ -311,16 +311,6 @@ def test_tools_that_the_system_prompt_lists_are_not_listed_twice(write_jsonl: Wr
     assert "tools" not in row
 
 
-def test_openai_preferences(write_jsonl: Write) -> None:
-    row = {
-        "input": {"messages": [user("q")], "tools": [], "parallel_tool_calls": True},
-        "preferred_output": [assistant("a")],
-        "non_preferred_output": [assistant("b")],
-    }
-    rows, _ = converted(write_jsonl([row]))
-    assert rows == [{"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}]
-
-
 BAD = [
     ({"conversations": [{"from": "alien", "value": "x"}]}, "'from' must be one of human"),
     ({"conversations": [{"from": "human", "value": "x"}]}, "must have an assistant turn"),
@@ -345,11 +335,6 @@ def test_each_bad_row_is_a_problem_with_its_line(write_jsonl: Write) -> None:
     rows, report = converted(file, skip_bad=True)
     assert rows == [{"messages": [user("q"), assistant("a")]}]
     assert (report.written, report.problems.count) == (1, len(BAD) + 1)
-
-
-def test_an_unknown_format_names_the_columns_and_the_formats(write_jsonl: Write) -> None:
-    with pytest.raises(UserError, match=r"one of the formats hh, sharegpt.*got columns body, title"):
-        converted(write_jsonl([{"title": "a", "body": "b"}]))
 
 
 def test_the_output_stays_when_all_rows_are_bad(write_jsonl: Write, tmp_path: Path) -> None:

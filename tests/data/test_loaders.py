@@ -17,17 +17,22 @@ from hybrid_rlhf.data.row_views import RowSubset
 quick = settings(max_examples=60, deadline=None)
 
 
+def shares_of(lengths: list[int], ranks: int, micro_batches: MicroBatches) -> list[list[list[int | None]]]:
+    """The micro-batches of each rank, with the places of the rows."""
+    rows = range(100, 100 + len(lengths))
+    shares = [shard_batch(rows, lengths, rank=rank, ranks=ranks, micro_batches=micro_batches) for rank in range(ranks)]
+    return [[[row and row - 100 for row in batch] for batch in share] for share in shares]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 120))
 def test_sharding_by_tokens_keeps_the_limit_and_balances(lengths: list[int], ranks: int, tokens: int) -> None:
-    rows = list(range(100, 100 + len(lengths)))
-    shares = [
-        shard_batch(rows, lengths, rank=r, ranks=ranks, micro_batches=MicroBatches(tokens=tokens)) for r in range(ranks)
-    ]
-    assert sorted(row for share in shares for batch in share for row in batch if row is not None) == rows
+    shares = shares_of(lengths, ranks, MicroBatches(tokens=tokens))
+    rows = [row for share in shares for batch in share for row in batch if row is not None]
+    assert sorted(rows) == list(range(len(lengths)))
     assert len({len(share) for share in shares}) == 1, "all ranks have the same number of micro-batches"
     batches = [batch for share in shares for batch in share]
-    loads = [sum(lengths[row - 100] for row in batch if row is not None) for batch in batches]
+    loads = [sum(lengths[row] for row in batch if row is not None) for batch in batches]
     assert all(load <= tokens or len(batch) == 1 for load, batch in zip(loads, batches, strict=True)) or (
         max(loads) <= max(lengths)
     )
@@ -37,19 +42,15 @@ def test_sharding_by_tokens_keeps_the_limit_and_balances(lengths: list[int], ran
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 4), st.integers(50, 200))
 def test_padding_counts_against_the_token_limit(lengths: list[int], ranks: int, tokens: int) -> None:
-    rows, padded = list(range(len(lengths))), MicroBatches(tokens=tokens, padded=True)
-    for rank in range(ranks):
-        for batch in shard_batch(rows, lengths, rank=rank, ranks=ranks, micro_batches=padded):
+    for share in shares_of(lengths, ranks, MicroBatches(tokens=tokens, padded=True)):
+        for batch in share:
             assert len(batch) * max(lengths[row] if row is not None else 1 for row in batch) <= tokens
 
 
-def table(rows: int = 23) -> datasets.Dataset:
-    return datasets.Dataset.from_list([{"id": i, "length": 1 + (7 * i) % 5} for i in range(rows)])
-
-
-def loader(rank: int = 0, ranks: int = 1, **changes: object) -> BatchLoader:
+def loader(rank: int = 0, ranks: int = 1, rows: int = 23, **changes: object) -> BatchLoader:
+    data = datasets.Dataset.from_list([{"id": i, "length": 1 + (7 * i) % 5} for i in range(rows)])
     settings = {"global_batch_size": 4, "micro_batches": MicroBatches(1), "seed": 3}
-    return BatchLoader(table(), world_rank=rank, world_size=ranks, **{**settings, **changes})  # type: ignore[arg-type]
+    return BatchLoader(data, world_rank=rank, world_size=ranks, **{**settings, **changes})  # type: ignore[arg-type]
 
 
 def ids(batches: list[list[dict[str, int] | None]]) -> set[int]:
@@ -79,27 +80,22 @@ def test_global_batches_do_not_depend_on_the_ranks(ranks: int) -> None:
 )
 def test_few_updates_are_named_with_the_batch_size_that_gives_more(rows: int, size: int, text: str) -> None:
     """One epoch at batch 32 on 60 rows was one update, without a word."""
-    batches = BatchLoader(
-        table(rows),
-        global_batch_size=size,
-        world_rank=0,
-        world_size=1,
-        micro_batches=MicroBatches(1),
-        seed=0,
-    )
-    assert batches.few_updates_text() == text
+    assert loader(rows=rows, global_batch_size=size).few_updates_text() == text
+
+
+def sampler(rows: int, size: int, seed: int = 3, **options: bool) -> GlobalBatchSampler:
+    return GlobalBatchSampler(rows, global_batch_size=min(rows, size), seed=seed, **options)
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 3), st.integers(0, 12))
 def test_upcoming_rows_are_those_of_the_next_batches(rows: int, size: int, done: int, batches: int) -> None:
-    size = min(rows, size)
-    loader = GlobalBatchSampler(rows, global_batch_size=size, seed=3)
-    coming = loader.iterate()
+    order = sampler(rows, size)
+    coming = order.iterate()
     for _ in range(done):
         next(coming)
-    before = loader.state_dict()
-    upcoming = loader.upcoming(batches)
-    assert loader.state_dict() == before
+    before = order.state_dict()
+    upcoming = order.upcoming(batches)
+    assert order.state_dict() == before
     assert upcoming == list(dict.fromkeys(row for _ in range(batches) for row in next(coming)))
 
 
@@ -114,11 +110,7 @@ def test_a_row_subset_has_rows_and_columns_of_the_data() -> None:
 @quick
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), micro=st.integers(1, 5))
 def test_sharding_pads_at_most_one_unit(ranks: int, lengths: list[int], micro: int) -> None:
-    shares = [
-        shard_batch(range(len(lengths)), lengths, rank=rank, ranks=ranks, micro_batches=MicroBatches(micro))
-        for rank in range(ranks)
-    ]
-    flat = [[row for batch in share for row in batch] for share in shares]
+    flat = [[row for batch in share for row in batch] for share in shares_of(lengths, ranks, MicroBatches(micro))]
     assert sorted(row for share in flat for row in share if row is not None) == list(range(len(lengths)))
     missing = sum(row is None for share in flat for row in share)
     assert missing == -len(lengths) % (ranks * micro), "the last unit is padded, no other"
@@ -146,11 +138,9 @@ def test_sharding_by_hand() -> None:
 @quick
 @given(rows=st.integers(1, 40), size=st.integers(1, 12), seed=st.integers(0, 5), stop=st.integers(0, 30))
 def test_any_position_is_restored_exactly(rows: int, size: int, seed: int, stop: int) -> None:
-    size = min(rows, size)
-    whole = list(GlobalBatchSampler(rows, global_batch_size=size, seed=seed).iterate(3))
-    first = GlobalBatchSampler(rows, global_batch_size=size, seed=seed)
+    whole = list(sampler(rows, size, seed).iterate(3))
+    first, second = sampler(rows, size, seed), sampler(rows, size, seed)
     list(islice(first.iterate(3), stop))
-    second = GlobalBatchSampler(rows, global_batch_size=size, seed=seed)
     second.load_state_dict(first.state_dict())
     assert list(second.iterate(3)) == whole[stop:]
 
@@ -159,21 +149,21 @@ def test_any_position_is_restored_exactly(rows: int, size: int, seed: int, stop:
 @given(rows=st.integers(1, 40), size=st.integers(1, 12), seed=st.integers(0, 5))
 def test_an_epoch_sees_no_row_twice(rows: int, size: int, seed: int) -> None:
     size = min(rows, size)
-    batches = GlobalBatchSampler(rows, global_batch_size=size, seed=seed)
+    batches = sampler(rows, size, seed)
     seen = [row for batch in batches.iterate(1) for row in batch]
     assert len(seen) == len(set(seen)) == rows // size * size == batches.steps_per_epoch * size
-    kept = GlobalBatchSampler(rows, global_batch_size=size, seed=seed, drop_last=False)
+    kept = sampler(rows, size, seed, drop_last=False)
     assert sorted(row for batch in kept.iterate(1) for row in batch) == list(range(rows))
     assert kept.steps_per_epoch == -(-rows // size)
 
 
 def test_the_order_depends_on_the_seed_and_is_endless_by_default() -> None:
-    def order(seed: int, count: int = 25) -> list[list[int]]:
-        return list(islice(GlobalBatchSampler(16, global_batch_size=4, seed=seed).iterate(), count))
+    def order(seed: int) -> list[list[int]]:
+        return list(islice(sampler(16, 4, seed).iterate(), 25))
 
     assert order(0) == order(0) != order(1)
     assert len(order(0)) == 25
-    plain = GlobalBatchSampler(6, global_batch_size=4, seed=0, shuffle=False, drop_last=False)
+    plain = sampler(6, 4, shuffle=False, drop_last=False)
     assert list(plain.iterate(1)) == [[0, 1, 2, 3], [4, 5]]
 
 

@@ -96,12 +96,12 @@ def test_a_table_without_rows_is_rejected(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("r.csv", "prompt,completion\nq,a,b\n", ":2: a row must have the 2 cells of the first line, got 3"),
         ("r.csv", 'prompt,completion\n"q\nq",a\nq\n', ":4: a row must have the 2 cells of the first line, got 1"),
         ("r.csv", 'prompt,completion\n"q\nr,a\n', ":2: a line must be CSV"),
         ("r.csv", "prompt,prompt\nq,a\n", ":1: the first line of a CSV file must name its columns, each once"),
         ("r.csv", "prompt,label\nq,yes\n", ":2: column 'label' of a CSV file must be JSON"),
         ("r.csv", "prompt,completion\n", "must have rows"),
+        ("r.jsonl", "\n\n", "must have rows"),
         ("r.jsonl.gz", "{}", "r.jsonl.gz is not valid gzip"),
         ("r.jsonl.zst", "{}", "r.jsonl.zst is not valid zstd"),
         ("r.txt", "{}", "a data file must be .jsonl, .json, .csv or .parquet, got"),

@@ -17,7 +17,7 @@ from tests.support.tiny import CHATML, tiny_tokenizer
 ROW: dict[str, Any] = {"prompt": "2+2*2?", "completions": ["2*2 = 4.", "Zwölf ✓ ", "= 6"], "labels": [True, 0, 0.75]}
 
 
-def merging_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
+def merging_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE whose merges know the row, line breaks included."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Split("<|im_end|>", "isolated")
@@ -32,7 +32,7 @@ def merging_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     )
     backend.train_from_iterator([".\n"] * 50 + ["2*2 =", "Zwölf", "= 6"] * 9, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
-    tokenizer.chat_template = template
+    tokenizer.chat_template = CHATML
     return tokenizer
 
 

@@ -22,18 +22,19 @@ from hybrid_rlhf.data.chat.conversation import (
 )
 from hybrid_rlhf.data.chat.messages import Message, read_message, row_tools
 from hybrid_rlhf.data.chat.template import refused, unrendered
+from tests.support.messages import assistant, user
 from tests.support.templates import FAMILIES, Family, tokenizer_of
 from tests.support.tiny import CHATML, tiny_tokenizer
 
-USER, ANSWER = {"role": "user", "content": "ask"}, {"role": "assistant", "content": "one"}
-MORE, SECOND = {"role": "user", "content": "more"}, {"role": "assistant", "content": "two"}
+USER, ANSWER = user("ask"), assistant("one")
+MORE, SECOND = user("more"), assistant("two")
 SYSTEM = {"role": "system", "content": "be kind"}
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
 CALLED: list[Message] = [
     USER,
     {"role": "assistant", "tool_calls": [CALL]},
     {"role": "tool", "name": "look", "tool_call_id": "abcdefghi", "content": "blue"},
-    {"role": "assistant", "content": "seen"},
+    assistant("seen"),
 ]
 LOOK = {
     "type": "function",
@@ -199,7 +200,7 @@ def test_without_a_template_calls_are_learned_as_json() -> None:
 
 
 def test_a_greeting_is_learned_where_it_can_be_prompted_for() -> None:
-    greeted = [{"role": "assistant", "content": "hello"}, USER, ANSWER]
+    greeted = [assistant("hello"), USER, ANSWER]
     tokenizer = tokenizer_of(FAMILIES["chatml"])
     assert [learned(row, tokenizer) for row in encode_conversation(greeted, tokenizer)] == [
         "hello<|im_end|>one<|im_end|>"

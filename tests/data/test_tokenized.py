@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,184 +21,169 @@ from hybrid_rlhf.data import encoding
 from hybrid_rlhf.data.collation import collate_preference_labels
 from hybrid_rlhf.data.mismatched import with_mismatched_completions
 from hybrid_rlhf.runtime.world import solo_world
-from tests.support.tiny import CHATML
+from tests.support.messages import assistant, user
+from tests.support.tiny import CHATML, tiny_tokenizer
 
 WORLD = solo_world(torch.device("cpu"))
+TOKENIZER = tiny_tokenizer()
+"""Decodes what every template has encoded."""
 ROWS = [{"prompt": f"question {i}", "chosen": f"answer {i}", "rejected": "no"} for i in range(40)]
+Load = Callable[..., tokenized.TokenizedData]
 
 
-def texts(rows: Any, tokenizer: PreTrainedTokenizerFast) -> set[str]:
+def texts(rows: Any) -> set[str]:
     """The prompt of each row, whatever the step."""
     ids = rows["responses"] if "responses" in rows.column_names else rows["input_ids"]
     flat = [row[0] if isinstance(row[0], list) else row for row in ids]
-    return {tokenizer.decode(row).split("question ")[1].split("<")[0] for row in flat}
-
-
-def load(
-    kind: str, config: RowDataConfig, tokenizer: PreTrainedTokenizerFast, seed: int = 0
-) -> tokenized.TokenizedData:
-    if kind == "prompt":
-        return tokenized.load_prompt_data(
-            config, tokenizer=tokenizer, seed=seed, world=WORLD, max_prompt_tokens=config.max_length
-        )  # type: ignore[arg-type]
-    return getattr(tokenized, f"load_{kind}_data")(config, tokenizer=tokenizer, seed=seed, world=WORLD)  # type: ignore[no-any-return]
+    return {TOKENIZER.decode(row).split("question ")[1].split("<")[0] for row in flat}
 
 
 @pytest.fixture
-def config(tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., RowDataConfig]:
-    def make(rows: list[dict[str, Any]] = ROWS, **changes: Any) -> RowDataConfig:
+def load(tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerFast) -> Load:
+    """Load rows for a step; `changes`: of the data section. All rows are for training unless that says otherwise."""
+
+    def read(kind: str, rows: list[dict[str, Any]] = ROWS, seed: int = 0, **changes: Any) -> tokenized.TokenizedData:
         settings = {"sources": [str(write_jsonl(rows))], "cache_dir": str(tmp_path / "cache"), "max_length": 200}
-        return RowDataConfig(**{**settings, **changes})
+        config = RowDataConfig(**{**settings, "eval_fraction": 0.0, **changes})
+        limit = {"max_prompt_tokens": config.max_length} if kind == "prompt" else {}
+        loader = getattr(tokenized, f"load_{kind}_data")
+        return loader(config, tokenizer=tokenizer, seed=seed, world=WORLD, **limit)  # type: ignore[no-any-return]
 
-    return make
+    return read
 
 
-def test_the_steps_share_a_data_set_without_overlap(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_steps_share_a_data_set_without_overlap(load: Load) -> None:
     seen: list[set[str]] = []
     for kind in ("sft", "preference", "prompt"):
-        data = load(kind, config(split=[2, 4, 4], eval_fraction=0.25), tokenizer)
-        seen += [texts(data.train, tokenizer), texts(data.held_out, tokenizer)]
+        data = load(kind, split=[2, 4, 4], eval_fraction=0.25)
+        seen += [texts(data.train), texts(data.held_out)]
     assert [len(part) for part in seen] == [6, 2, 12, 4, 12, 4]
     assert sum(map(len, seen)) == len(set.union(*seen)) == 40, "every row once"
-    again = load("sft", config(split=[2, 4, 4], eval_fraction=0.25), tokenizer)
-    assert texts(again.train, tokenizer) == seen[0], "stable under a seed"
-    other = load("sft", config(split=[2, 4, 4], eval_fraction=0.25), tokenizer, seed=1)
-    assert texts(other.train, tokenizer) != seen[0]
+    again = load("sft", split=[2, 4, 4], eval_fraction=0.25)
+    assert texts(again.train) == seen[0], "stable under a seed"
+    other = load("sft", seed=1, split=[2, 4, 4], eval_fraction=0.25)
+    assert texts(other.train) != seen[0]
 
 
-def test_a_source_is_split_alike_wherever_it_stands_in_the_lists(
-    config: Any, tokenizer: PreTrainedTokenizerFast, write_jsonl: Any
-) -> None:
+def test_a_source_is_split_alike_wherever_it_stands_in_the_lists(load: Load, write_jsonl: Any) -> None:
     shared, other = str(write_jsonl(ROWS[:30], "shared.jsonl")), str(write_jsonl(ROWS[30:], "other.jsonl"))
-    sft = load("sft", config(sources=[shared, other], split=[1, 1, 1]), tokenizer)
-    prompts = load("prompt", config(sources=[other, shared], split=[1, 1, 1]), tokenizer)
-    seen = texts(sft.train, tokenizer) | texts(sft.held_out, tokenizer)
-    assert not seen & (texts(prompts.train, tokenizer) | texts(prompts.held_out, tokenizer))
+    sft = load("sft", sources=[shared, other], split=[1, 1, 1])
+    prompts = load("prompt", sources=[other, shared], split=[1, 1, 1])
+    assert not texts(sft.train) & texts(prompts.train)
 
 
-def test_shares_do_not_move_when_rows_are_dropped(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_shares_do_not_move_when_rows_are_dropped(load: Load) -> None:
     rows = [dict(row) for row in ROWS]
     rows[3]["chosen"] = "long " * 60
-    kept = load("sft", config(split=[1, 1, 1]), tokenizer)
-    dropped = load("sft", config(rows, split=[1, 1, 1], too_long="drop"), tokenizer)
-    assert texts(dropped.train, tokenizer) | {" 3"} >= texts(kept.train, tokenizer) - {"3"}
-    assert not texts(dropped.train, tokenizer) & texts(
-        load("prompt", config(split=[1, 1, 1]), tokenizer).train, tokenizer
-    )
+    kept = load("sft", split=[1, 1, 1])
+    dropped = load("sft", rows, split=[1, 1, 1], too_long="drop")
+    assert texts(dropped.train) == texts(kept.train) - {"3"}
+    assert not texts(dropped.train) & texts(load("prompt", split=[1, 1, 1]).train)
 
 
-def test_eval_sources_replace_the_held_out_share(
-    config: Any, tokenizer: PreTrainedTokenizerFast, write_jsonl: Any
-) -> None:
+def test_eval_sources_replace_the_held_out_share(load: Load, write_jsonl: Any) -> None:
     held = write_jsonl([{"prompt": "question e", "completion": "x"}], "eval.jsonl")
-    data = load("sft", config(eval_sources=[str(held)]), tokenizer)
-    assert len(data.train) == 40 and texts(data.held_out, tokenizer) == {"e"}
-    assert len(load("sft", config(eval_fraction=0.0), tokenizer).held_out) == 0
+    data = load("sft", eval_sources=[str(held)], eval_fraction=0.1)
+    assert len(data.train) == 40 and texts(data.held_out) == {"e"}
+    assert len(load("sft").held_out) == 0
 
 
-def test_weights_are_passes_over_a_source(config: Any, tokenizer: PreTrainedTokenizerFast, write_jsonl: Any) -> None:
+def test_weights_are_passes_over_a_source(load: Load, write_jsonl: Any) -> None:
     one = str(write_jsonl(ROWS[:10], "one.jsonl"))
     other = str(write_jsonl(ROWS[10:20], "other.jsonl"))
     sources = [DataSource(path=one, weight=2.5), DataSource(path=other, weight=0.2)]
-    data = load("sft", config(sources=sources, eval_fraction=0.0), tokenizer)
+    data = load("sft", sources=sources)
     assert len(data.train) == 25 + 2
-    for rare in (DataSource(path=other, weight=0.01), DataSource(path=other, weight=0.5)):
+    for weight, limit in ((0.01, 100), (0.5, 2)):
+        rare = DataSource(path=other, weight=weight)
         with pytest.raises(UserError, match="training row, got none: .* of 10 .* raise the limit or a source's weight"):
-            load(
-                "sft",
-                config(sources=[rare], eval_fraction=0.0, max_length=2 + 98 * (rare.weight < 0.1), too_long="drop"),
-                tokenizer,
-            )
+            load("sft", sources=[rare], max_length=limit, too_long="drop")
 
 
-def test_long_rows_are_cut_or_dropped_and_counted(
-    config: Any, tokenizer: PreTrainedTokenizerFast, log_lines: list[str]
-) -> None:
+def test_long_rows_are_cut_or_dropped_and_counted(load: Load, log_lines: list[str]) -> None:
     rows = [
         {"prompt": "q", "completion": "a" * 90},
         {"prompt": "q" * 90, "completion": "a"},
         {"prompt": "q", "completion": "b"},
     ]
-    data = load("sft", config(rows, max_length=80, eval_fraction=0.0, too_long="truncate"), tokenizer)
+    data = load("sft", rows, max_length=80, too_long="truncate")
     assert sorted(data.train["length"]) == sorted([len(r) for r in data.train["input_ids"]])
     assert max(data.train["length"]) == 80 and len(data.train) == 2  # the long prompt leaves no token with loss
     assert "2 were truncated to 80 tokens, 1 dropped" in log_lines[-2]
     assert log_lines[-1].endswith(
         "2 of 3 rows are longer than data.max_length 80 and were truncated; data.max_length 112 keeps all"
     )
-    data = load("sft", config(rows, max_length=80, eval_fraction=0.0, too_long="drop"), tokenizer)
+    data = load("sft", rows, max_length=80, too_long="drop")
     assert len(data.train) == 1
     assert "0 were truncated to 80 tokens, 2 dropped" in log_lines[-2]
 
 
 @pytest.mark.parametrize("kind", ["prompt", "sft"])
 def test_many_dropped_rows_are_a_warning_with_the_limit_that_keeps_them(
-    kind: str, config: Any, tokenizer: PreTrainedTokenizerFast, log_lines: list[str]
+    kind: str, load: Load, log_lines: list[str]
 ) -> None:
     """96 of 120 dropped prompts were half a line of the log; if all are dropped, the error names the limit too."""
     rows = [{**ROWS[0], "prompt": f"question {'x' * (100 if i < 3 else 80 if i < 8 else 0)}"} for i in range(20)]
     key = "rollout.max_prompt_tokens" if kind == "prompt" else "data.max_length"
-    loading = partial(config, rows, eval_fraction=0.0, too_long="drop")
-    longest = max(load(kind, loading(), tokenizer).train["length"])
+    loading = partial(load, kind, rows, too_long="drop")
+    longest = max(loading().train["length"])
     assert len(log_lines) == 1, "no warning"
-    assert len(load(kind, loading(max_length=80), tokenizer).train) == 12
+    assert len(loading(max_length=80).train) == 12
     assert log_lines[-1] == (
         f"{kind} data: 8 of 20 rows are longer than {key} 80 and were dropped; {key} {longest} keeps all"
     )
-    assert len(load(kind, loading(max_length=longest - 1), tokenizer).train) == 17
-    assert len(load(kind, loading(max_length=longest), tokenizer).train) == 20
+    assert len(loading(max_length=longest - 1).train) == 17
+    assert len(loading(max_length=longest).train) == 20
     with pytest.raises(UserError, match=rf"20 of 20 rows were dropped .*{key} {longest} keeps all\)"):
-        load(kind, loading(max_length=5), tokenizer)
+        loading(max_length=5)
     lines = len(log_lines)
     rows[:3] = [rows[-1]] * 3
     rows[4:8] = [rows[-1]] * 4
-    load(kind, loading(max_length=80), tokenizer)
+    loading(max_length=80)
     assert len(log_lines) == lines + 1, "a row in twenty is no warning"
     rows[0] = {**rows[0], "prompt": "question " + "x" * 300}
     rows[1] = {**rows[3]}
-    load(kind, loading(max_length=80), tokenizer)
+    loading(max_length=80)
     assert log_lines[-1].endswith(f", {longest - 20} nine rows in ten")
 
 
-def test_preferences_lose_the_beginning_of_their_prompt_first(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_preferences_lose_the_beginning_of_their_prompt_first(load: Load, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}]
     with pytest.raises(UserError, match="got none: 1 of 1 rows were dropped at 60 tokens"):
-        load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)
-    config = partial(config, too_long="truncate")
-    data = load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)
+        load("preference", rows, max_length=60)
+    data = load("preference", rows, max_length=60, too_long="truncate")
     (responses,) = data.train["responses"]
     for ids, answer in zip(responses, ("good", "bad"), strict=True):
-        assert len(ids) <= 60 and tokenizer.decode(ids).endswith(f"{answer}<|im_end|>\n")
-        assert tokenizer.decode(ids).startswith("<|im_start|>user\np"), "the head of the conversation stays"
+        assert len(ids) <= 60 and TOKENIZER.decode(ids).endswith(f"{answer}<|im_end|>\n")
+        assert TOKENIZER.decode(ids).startswith("<|im_start|>user\np"), "the head of the conversation stays"
     rows = [{"prompt": "p", "chosen": "1" + "x" * 90 + "1", "rejected": "2" + "x" * 90 + "2"}]
-    (responses,) = load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer).train["responses"]
+    (responses,) = load("preference", rows, max_length=60, too_long="truncate").train["responses"]
     head = "<|im_start|>user\n"
-    assert [tokenizer.decode(ids) for ids in responses] == [f"{head}{n}{'x' * (59 - 6)}" for n in "12"]
+    assert [TOKENIZER.decode(ids) for ids in responses] == [f"{head}{n}{'x' * (59 - 6)}" for n in "12"]
     rows = [
         {
             "prompt": "p",
-            "chosen": [{"role": "assistant", "content": "x"}],
-            "rejected": [{"role": "assistant", "content": "x "}],
+            "chosen": [assistant("x")],
+            "rejected": [assistant("x ")],
         }
     ]
     tokenizer.chat_template = CHATML.replace("message['content']", "message['content'] | trim")
     with pytest.raises(UserError, match="training row, got none"):  # the template makes them equal
-        load("preference", config(rows, max_length=60, eval_fraction=0.0), tokenizer)
+        load("preference", rows, max_length=60, too_long="truncate")
 
 
-def test_prompts_keep_their_end_and_their_other_columns(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompts_keep_their_end_and_their_other_columns(load: Load) -> None:
     rows = [{"prompt": "a" * 90 + "END", "answer": 4}]
-    config = partial(config, too_long="truncate")
-    data = load("prompt", config(rows, max_length=40, eval_fraction=0.0), tokenizer)
+    data = load("prompt", rows, max_length=40, too_long="truncate")
     (row,) = list(data.train)
     assert len(row["input_ids"]) == 40
-    assert tokenizer.decode(row["input_ids"]).endswith("END<|im_end|>\n<|im_start|>assistant\n")
+    assert TOKENIZER.decode(row["input_ids"]).endswith("END<|im_end|>\n<|im_start|>assistant\n")
     assert json.loads(row["columns"]) == {"answer": 4}
     assert json.loads(row["prompt"])[0]["role"] == "user"
 
 
 def test_rows_are_tokenised_once_and_again_when_anything_changes(
-    config: Any, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    load: Load, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls: list[str] = []
     encode = encoding.encode_conversation
@@ -205,7 +191,7 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
 
     def tokenises(**changes: Any) -> bool:
         calls.clear()
-        load("sft", config(**changes), tokenizer)
+        load("sft", **changes)
         return bool(calls)
 
     assert tokenises()
@@ -218,65 +204,62 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
     assert not list((tmp_path / "cache" / "tokens").glob("*.partial"))
 
 
-def test_user_errors_are_one_line(config: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_user_errors_are_one_line(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rows\.jsonl:2: a row must have"):
-        load("sft", config([ROWS[0], {"x": 1}]), tokenizer)
+        load("sft", [ROWS[0], {"x": 1}])
     assert not list((tmp_path / "cache").rglob("*.arrow")), "nothing is left of it"
     with pytest.raises(UserError, match="data.sources must have .* got none"):
-        load("sft", config(sources=[]), tokenizer)
+        load("sft", sources=[])
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(UserError, match=r"rows\.jsonl:1: the chat template .* error"):
-        load("sft", config(), tokenizer)
+        load("sft")
 
 
-def test_answers_count_their_own_tokens_only(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_answers_count_their_own_tokens_only(load: Load) -> None:
     turns = [
-        {"role": "user", "content": "1?"},
-        {"role": "assistant", "content": "one"},
-        {"role": "user", "content": "2?"},
+        user("1?"),
+        assistant("one"),
+        user("2?"),
     ]
     rows = [{"prompt": turns, "chosen": "two!", "rejected": "no"}]
-    (row,) = list(load("preference", config(rows, eval_fraction=0.0), tokenizer).train)
-    decoded = [
-        tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own])
-        for ids, mask in zip(row["responses"], row["masks"], strict=True)
-    ]
+    (row,) = list(load("preference", rows).train)
+    decoded = [TOKENIZER.decode(own_tokens(row, number)) for number in (0, 1)]
     assert decoded == ["two!<|im_end|>", "no<|im_end|>"], "not the prompt's own answer"
 
 
-def test_labels_stand_alone_or_come_of_pairs(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_labels_stand_alone_or_come_of_pairs(load: Load) -> None:
     rows = [
         {"prompt": "a?", "completion": "yes", "label": True},
         {"prompt": "b?", "completion": "bad", "label": 0},
         {"prompt": "c?", "chosen": "good", "rejected": "worse"},
         {"prompt": "d?", "responses": ["mid", "best", "low"], "ranks": [2, 1, 3]},
     ]
-    data = tokenized.load_labelled_data(config(rows, eval_fraction=0.0), tokenizer=tokenizer, seed=0, world=WORLD)
-    decoded = {}
-    for row in data.train:
-        for ids, mask, label in zip(row["responses"], row["masks"], row["labels"], strict=True):
-            decoded[tokenizer.decode([t for t, own in zip(ids, mask, strict=True) if own][:-1])] = label
+    data = load("labelled", rows)
+    decoded = {
+        TOKENIZER.decode(own_tokens(row, number)[:-1]): label
+        for row in data.train
+        for number, label in enumerate(row["labels"])
+    }
     assert decoded == {"yes": True, "bad": False, "good": True, "worse": False, "best": True, "low": False}
-    lone = with_mismatched_completions(data.train, max_length=64)
-    for place, (row, following) in enumerate(
-        zip(map(lone.__getitem__, range(len(lone))), [*list(data.train)[1:], data.train[0]], strict=True)
-    ):
-        count = len(row["labels"])
+    own = list(data.train)
+    view = with_mismatched_completions(data.train, max_length=64)
+    rows = [view[place] for place in range(len(own))]
+    counts = [len(row["labels"]) for row in own]
+    assert (2, 2) in pairwise([*counts, counts[0]]), "a pair follows a pair"
+    for place, row in enumerate(rows):
+        count, following = counts[place], own[(place + 1) % len(own)]
         assert len(row["responses"]) == len(row["masks"]) == 2 * count, "as many mismatched answers as own"
         taken = [own_tokens(row, number) for number in range(count, 2 * count)]
         others = [own_tokens(following, number) for number in range(len(following["labels"]))]
-        assert taken == [others[(place + number) % len(others)] for number in range(count)]
-        if count == len(others) == 2:
-            assert sorted(taken) == sorted(others), "of a pair both kinds"
-        begin = data.train[place]["masks"][0].index(True)
+        assert taken == [others[(place + number) % len(others)] for number in range(count)], "of a pair both kinds"
+        begin = own[place]["masks"][0].index(True)
         for ids, mask in zip(row["responses"][count:], row["masks"][count:], strict=True):
-            assert ids[:begin] == data.train[place]["responses"][0][:begin] and not any(mask[:begin])
-        assert lone["tokens"][place] >= sum(map(len, row["responses"]))
-    pairs = [place for place in range(len(lone)) if len(data.train[place]["labels"]) == 2]
-    assert any((place + 1) % len(lone) in pairs for place in pairs), "a pair follows a pair"
-    for row in map(with_mismatched_completions(data.train, max_length=20).__getitem__, range(len(lone))):
-        assert max(map(len, row["responses"][len(row["labels"]) :])) <= 20
-    batch = collate_preference_labels([lone[place] for place in range(len(lone))], 2)
+            assert ids[:begin] == own[place]["responses"][0][:begin] and not any(mask[:begin])
+        assert view["tokens"][place] >= sum(map(len, row["responses"]))
+    short = with_mismatched_completions(data.train, max_length=20)
+    for place, count in enumerate(counts):
+        assert max(map(len, short[place]["responses"][count:])) <= 20
+    batch = collate_preference_labels(rows, 2)
     assert len(batch.labelled_index) == len(batch.mismatched_index) == len(batch.desirable) == 6
     assert sorted([*batch.labelled_index.tolist(), *batch.mismatched_index.tolist()]) == list(range(12))
 
@@ -289,106 +272,99 @@ def own_tokens(row: Any, number: int) -> list[int]:
 def conversation(number: int) -> dict[str, Any]:
     return {
         "messages": [
-            {"role": "user", "content": f"question {number}<"},
-            {"role": "assistant", "content": "one"},
-            {"role": "user", "content": "more"},
+            user(f"question {number}<"),
+            assistant("one"),
+            user("more"),
             {"role": "assistant", "content": "two", "name": "hm"},
         ]
     }
 
 
 def test_a_conversation_with_several_rows_is_split_as_one(
-    config: Any, tokenizer: PreTrainedTokenizerFast, log_lines: list[str]
+    load: Load, tokenizer: PreTrainedTokenizerFast, log_lines: list[str]
 ) -> None:
     """Its turns are never on both sides of a split."""
     tokenizer.chat_template = CHATML.replace("'<|im_end|>\n'", "('<|im_end|>\n' if loop.last else '<|endoftext|>')")
     rows = [conversation(number) for number in range(20)]
     seen = []
-    for kind, count in (("sft", 1), ("prompt", 1)):
-        data = load(kind, config(rows, split=[1, 0, 1], eval_fraction=0.2, max_eval_rows=100), tokenizer)
+    for kind, count in (("sft", 2), ("prompt", 1)):
+        data = load(kind, rows, split=[1, 0, 1], eval_fraction=0.2, max_eval_rows=100)
         for part in (data.train, data.held_out):
-            names = texts(part, tokenizer)
-            assert len(part) == len(names) * (2 if kind == "sft" else count)
+            names = texts(part)
+            assert len(part) == len(names) * count
             seen.append(names)
     assert sum(map(len, seen)) == len(set.union(*seen)) == 20
     assert any("20 conversations make 40 rows" in line for line in log_lines)
     assert any("does not render name (20)" in line for line in log_lines)
     lines = len(log_lines)
-    load("sft", config(rows), tokenizer)
+    load("sft", rows)
     assert any("does not render" in line for line in log_lines[lines:]), "also when the rows come from the cache"
 
 
-def test_weights_and_unrendered_keys_reach_training(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_weights_and_unrendered_keys_reach_training(load: Load) -> None:
     """An assistant turn of weight 0 was trained on; a key that the template does not render was only a log line."""
     row = conversation(1)
-    config(rows=[row])
-    assert learned_text(load("sft", config([row], eval_fraction=0.0), tokenizer), tokenizer) == [
-        "one<|im_end|>two<|im_end|>"
-    ]
+    assert learned_text(load("sft", [row])) == ["one<|im_end|>two<|im_end|>"]
     row["messages"][1]["weight"] = 0
-    assert learned_text(load("sft", config([row], eval_fraction=0.0), tokenizer), tokenizer) == ["two<|im_end|>"]
-    completion = [*row["messages"][1:]]
-    pair: dict[str, Any] = {"prompt": row["messages"][:1], "chosen": completion, "rejected": "no"}
-    (pairs,) = load("preference", config([pair], eval_fraction=0.0), tokenizer).train
-    assert tokenizer.decode(own_tokens(pairs, 0)) == "two<|im_end|>"
+    assert learned_text(load("sft", [row])) == ["two<|im_end|>"]
+    pair: dict[str, Any] = {"prompt": row["messages"][:1], "chosen": row["messages"][1:], "rejected": "no"}
+    (pairs,) = load("preference", [pair]).train
+    assert TOKENIZER.decode(own_tokens(pairs, 0)) == "two<|im_end|>"
     pair["chosen"][-1]["refusal"] = "hm"
     with pytest.raises(UserError, match=r"rows\.jsonl:1: column 'chosen': .* does not render the key 'refusal'"):
-        load("preference", config([pair], eval_fraction=0.0), tokenizer)
+        load("preference", [pair])
 
 
-def learned_text(data: tokenized.TokenizedData, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+def learned_text(data: tokenized.TokenizedData) -> list[str]:
     """The text with loss of each training row."""
     return [
-        tokenizer.decode([token for token, loss in zip(row["input_ids"], row["loss_mask"], strict=True) if loss])
+        TOKENIZER.decode([token for token, loss in zip(row["input_ids"], row["loss_mask"], strict=True) if loss])
         for row in data.train
     ]
 
 
-def test_tools_and_calls_of_a_row_reach_the_template(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tools_and_calls_of_a_row_reach_the_template(load: Load, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = "{{ tools | tojson }}" + CHATML.replace(
         "message['content']", "(message.content or '') + (message.tool_calls | tojson if message.tool_calls else '')"
     )
     call = {"id": None, "function": {"name": "look", "arguments": '{"at": "sky"}'}}
     row = {
         "messages": [
-            {"role": "user", "content": "look"},
+            user("look"),
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "content": "blue"},
-            {"role": "assistant", "content": "it is blue"},
+            assistant("it is blue"),
         ],
         "tools": json.dumps([{"type": "function", "function": {"name": "look"}}]),
     }
-    data = load("sft", config([row], eval_fraction=0.0, max_length=900), tokenizer)
-    (ids,), (mask,) = data.train["input_ids"], data.train["loss_mask"]
-    assert '[{"type": "function", "function": {"name": "look"}}]' in tokenizer.decode(ids)
-    text = tokenizer.decode([token for token, loss in zip(ids, mask, strict=True) if loss])
+    data = load("sft", [row], max_length=900)
+    assert '[{"type": "function", "function": {"name": "look"}}]' in TOKENIZER.decode(data.train["input_ids"][0])
+    (text,) = learned_text(data)
     assert '"arguments": {"at": "sky"}' in text and "it is blue" in text and "tool\nblue" not in text
-    prompts = load("prompt", config([row], eval_fraction=0.0, max_length=900), tokenizer)
-    assert '"look"' in tokenizer.decode(prompts.train["input_ids"][0])
+    prompts = load("prompt", [row], max_length=900)
+    assert '"look"' in TOKENIZER.decode(prompts.train["input_ids"][0])
     pair = {"prompt": "look", "chosen": "a", "rejected": "b", "tools": row["tools"]}
-    for ids in load("preference", config([pair], eval_fraction=0.0, max_length=900), tokenizer).train["responses"][0]:
-        assert '"look"' in tokenizer.decode(ids)
+    for ids in load("preference", [pair], max_length=900).train["responses"][0]:
+        assert '"look"' in TOKENIZER.decode(ids)
 
 
-def test_nulls_of_a_table_reach_no_template(tmp_path: Path, config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_nulls_of_a_table_reach_no_template(tmp_path: Path, load: Load, tokenizer: PreTrainedTokenizerFast) -> None:
     calls = [{"function": {"name": "a", "arguments": {"x": 1}}}, {"function": {"name": "b", "arguments": {"y": 2}}}]
-    rows = [
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]} for call in calls
-    ]
+    rows = [{"messages": [user("q"), {"role": "assistant", "tool_calls": [call]}]} for call in calls]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     tokenizer.chat_template = CHATML.replace("message['content']", "(message.content or (message.tool_calls | tojson))")
-    data = load("sft", config(sources=[str(tmp_path / "rows.parquet")], eval_fraction=0.0), tokenizer)
-    shown = "".join(tokenizer.decode(ids) for ids in data.train["input_ids"])
+    data = load("sft", sources=[str(tmp_path / "rows.parquet")])
+    shown = "".join(TOKENIZER.decode(ids) for ids in data.train["input_ids"])
     assert '{"x": 1}' in shown and '{"y": 2}' in shown and "null" not in shown
 
 
-def test_a_prompt_whose_head_fills_the_limit_is_dropped(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_prompt_whose_head_fills_the_limit_is_dropped(load: Load) -> None:
     system = {"role": "system", "content": "s" * 60}
-    rows = [{"prompt": [system, {"role": "user", "content": "q" * 40}]}, {"prompt": "short"}]
-    data = load("prompt", config(rows, max_length=50, eval_fraction=0.0, too_long="truncate"), tokenizer)
+    rows = [{"prompt": [system, user("q" * 40)]}, {"prompt": "short"}]
+    data = load("prompt", rows, max_length=50, too_long="truncate")
     assert len(data.train) == 1
-    data = load("prompt", config(rows, max_length=100, eval_fraction=0.0, too_long="truncate"), tokenizer)
+    data = load("prompt", rows, max_length=100, too_long="truncate")
     longest = max(data.train["input_ids"], key=len)
     assert len(longest) == 100
-    assert tokenizer.decode(longest).startswith("<|im_start|>system\n" + "s" * 60 + "<|im_end|>\n<|im_start|>user\nq")
-    assert tokenizer.decode(longest).endswith("q<|im_end|>\n<|im_start|>assistant\n")
+    assert TOKENIZER.decode(longest).startswith("<|im_start|>system\n" + "s" * 60 + "<|im_end|>\n<|im_start|>user\nq")
+    assert TOKENIZER.decode(longest).endswith("q<|im_end|>\n<|im_start|>assistant\n")

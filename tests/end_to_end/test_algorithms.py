@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,9 @@ from hybrid_rlhf.configs.reward import RewardObjectiveConfig
 from hybrid_rlhf.runtime.command_line import read_config, save_config
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from tests.support.ranks import run_main
-from tests.support.runs import ALGORITHMS_PAGE, documented_step
+from tests.support.runs import ROOT
 
+ALGORITHMS_PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 COMMANDS = re.findall(r"^    python train\.py (.*)$", ALGORITHMS_PAGE, re.MULTILINE)
 STEP_1 = [line for line in re.findall(r"^python train\.py (.*)$", ALGORITHMS_PAGE, re.MULTILINE) if "--sft." in line]
 TAUGHT = [line for line in re.findall(r"^python train\.py (.*)$", ALGORITHMS_PAGE, re.MULTILINE) if "--rl." in line]
@@ -46,6 +48,13 @@ SMALL = {
 """Changed where a step has the key; what is empty the test fills in."""
 SMALL_STEP_1 = {"data.split": "null", "distill.sampling.max_new_tokens": 6, "distill.teacher": ""}
 """Besides, in step 1."""
+
+
+def documented_step(line: str) -> tuple[str, Any]:
+    """The last step of a command of the page, as train.py would run it."""
+    config = train.parse_config(train.PipelineConfig, shlex.split(line), prog="train.py", defaults=train.DEMO)
+    name = config.step_names[-1]
+    return name, train.step_config(name, config)
 
 
 def test_the_tables_hold_what_the_code_does() -> None:

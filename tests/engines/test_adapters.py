@@ -35,6 +35,7 @@ TENANTS = {
     "mlp": (LoraConfig(rank=4, alpha=8, target_modules=["gate_proj", "down_proj"]), AdamStep(lr=2e-3, eps=1e-6)),
 }
 LENGTHS = {"narrow": [3, 90, 11], "wide": [40, 1], "mlp": [12, 12, 30, 7]}
+NAMES = [*TENANTS]
 STEPS = 4
 
 
@@ -54,6 +55,10 @@ def rows_of(name: str, step: int = 0) -> list[AdapterRow]:
     return rows
 
 
+def all_rows(step: int = 0, names: Sequence[str] = NAMES) -> list[AdapterRow]:
+    return [row for name in names for row in rows_of(name, step)]
+
+
 def surprise(logprobs: Tensor) -> Tensor:
     return -logprobs.sum() / 50
 
@@ -62,19 +67,22 @@ def square(logprobs: Tensor) -> Tensor:
     return (logprobs / 10).square().sum()
 
 
-def train(engine: AdapterEngine, names: Sequence[str], steps: range = range(STEPS)) -> list[list[RowResult]]:
+def train(engine: AdapterEngine, names: Sequence[str] = NAMES, steps: range = range(STEPS)) -> list[list[RowResult]]:
     """The results of each step."""
     history = []
     for step in steps:
-        history.append(engine.forward_backward([row for name in names for row in rows_of(name, step)]))
+        history.append(engine.forward_backward(all_rows(step, names)))
         for name in names:
             engine.step(name, TENANTS[name][1])
     return history
 
 
-def add(engine: AdapterEngine, names: Sequence[str]) -> None:
+def engine_with(names: Sequence[str] = NAMES, **options: Any) -> AdapterEngine:
+    """An engine of the tiny model with fresh adapters."""
+    engine = engine_of(tiny_model(), **options)
     for name in names:
         engine.add(name, TENANTS[name][0], seed=7)
+    return engine
 
 
 def weights(engine: AdapterEngine, name: str, folder: Path) -> dict[str, Tensor]:
@@ -82,10 +90,9 @@ def weights(engine: AdapterEngine, name: str, folder: Path) -> dict[str, Tensor]
     return load_file(folder / name / "adapter_model.safetensors")
 
 
-def trained(names: Sequence[str], folder: Path, world: World | None = None, **options: Any) -> dict[str, Any]:
+def trained(folder: Path, names: Sequence[str] = NAMES, **options: Any) -> dict[str, Any]:
     """Weights of some adapters that train together, and the results of the last step."""
-    engine = engine_of(tiny_model(), world, **options)
-    add(engine, names)
+    engine = engine_with(names, **options)
     history = train(engine, names)
     folder.mkdir(exist_ok=True)
     return {name: weights(engine, name, folder) for name in names} | {"results": history[-1]}
@@ -122,10 +129,9 @@ def train_in_peft(lm: PreTrainedModel, folder: Path, name: str) -> dict[str, Ten
 def test_each_adapter_learns_what_it_learns_alone_in_peft(tmp_path: Path) -> None:
     """Beside adapters with other ranks, layers, rates and losses; in one step of the engine their attention is in
     several groups."""
-    engine = engine_of(tiny_model(), micro_batch_tokens=100)
-    add(engine, list(TENANTS))
+    engine = engine_with(micro_batch_tokens=100)
     before = {name: weights(engine, name, tmp_path) for name in TENANTS}
-    train(engine, list(TENANTS))
+    train(engine)
     for name in TENANTS:
         wanted = train_in_peft(tiny_model(), tmp_path / name, name)
         assert difference(before[name], wanted) > 2e-4, "it learns"
@@ -133,13 +139,13 @@ def test_each_adapter_learns_what_it_learns_alone_in_peft(tmp_path: Path) -> Non
 
 
 def test_neighbours_change_nothing_and_not_a_bit_if_deterministic(tmp_path: Path) -> None:
-    together = trained(list(TENANTS), tmp_path)
-    apart = trained(list(TENANTS), tmp_path, deterministic=True)
+    together = trained(tmp_path)
+    apart = trained(tmp_path, deterministic=True)
     for name in TENANTS:
-        alone = trained([name], tmp_path, deterministic=True)
+        alone = trained(tmp_path, [name], deterministic=True)
         assert difference(together[name], alone[name]) < 1e-6
         assert difference(apart[name], alone[name]) == 0.0
-        adapters = [row.adapter for tenant in TENANTS for row in rows_of(tenant)]
+        adapters = [row.adapter for row in all_rows()]
         places = [place for place, adapter in enumerate(adapters) if adapter == name]
         for place, wanted in zip(places, alone["results"], strict=True):
             exact = apart["results"][place]
@@ -148,22 +154,22 @@ def test_neighbours_change_nothing_and_not_a_bit_if_deterministic(tmp_path: Path
             assert together["results"][place].loss == pytest.approx(wanted.loss, rel=1e-6)
 
 
-def on_ranks(world: World, folder: Path, deterministic: bool, names: Sequence[str]) -> dict[str, Any]:
-    return trained(names, folder, world, deterministic=deterministic)
+def on_ranks(world: World, folder: Path) -> list[dict[str, Any]]:
+    """All adapters, all deterministically, and one of them alone."""
+    exact = {"world": world, "deterministic": True}
+    return [trained(folder, world=world), trained(folder, **exact), trained(folder, ["wide"], **exact)]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_two_ranks_learn_what_one_does(deterministic: bool, tmp_path: Path) -> None:
-    both = run_ranks(on_ranks, 2, tmp_path / "both", tmp_path, deterministic, list(TENANTS))
-    one = trained(list(TENANTS), tmp_path)
-    for name in TENANTS:
-        assert difference(both[0][name], one[name]) < 1e-6
-    for first, second, wanted in zip(both[0]["results"], both[1]["results"], one["results"], strict=True):
-        assert torch.equal(first.logprobs, second.logprobs) and first.loss == second.loss
-        torch.testing.assert_close(first.logprobs, wanted.logprobs, atol=1e-5, rtol=1e-5)
-    if deterministic:
-        alone = run_ranks(on_ranks, 2, tmp_path / "alone", tmp_path, True, ["wide"])
-        assert difference(alone[0]["wide"], both[0]["wide"]) == 0.0
+def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
+    one = trained(tmp_path)
+    (*both, alone), (*others, _) = run_ranks(on_ranks, 2, tmp_path / "both", tmp_path)
+    for first, second in zip(both, others, strict=True):
+        for name in NAMES:
+            assert difference(first[name], one[name]) < 1e-6
+        for mine, theirs, wanted in zip(first["results"], second["results"], one["results"], strict=True):
+            assert torch.equal(mine.logprobs, theirs.logprobs) and mine.loss == theirs.loss
+            torch.testing.assert_close(mine.logprobs, wanted.logprobs, atol=1e-5, rtol=1e-5)
+    assert difference(alone["wide"], both[1]["wide"]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -189,8 +195,7 @@ def test_families_with_other_layers_learn_as_in_peft(family: str, extra: dict[st
 
 def test_a_save_that_fails_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was removed before the new one was in its place."""
-    engine = engine_of(tiny_model())
-    add(engine, ["wide"])
+    engine = engine_with(["wide"])
     engine.save("wide", tmp_path / "a")
     saved = (tmp_path / "a" / "adapter_model.safetensors").read_bytes()
     rename = Path.rename
@@ -213,30 +218,27 @@ def test_a_save_that_fails_leaves_the_earlier_one(tmp_path: Path, monkeypatch: p
 
 def test_a_diverged_neighbour_reaches_no_other_adapter(tmp_path: Path) -> None:
     """Its values that are not finite are in the same products, forward and backward; its own update is skipped."""
-    engine = engine_of(tiny_model())
-    add(engine, list(TENANTS))
+    engine = engine_with()
     engine.save("wide", tmp_path / "nan")
     file = tmp_path / "nan" / "adapter_model.safetensors"
     save_file({name: torch.full_like(x, float("nan")) for name, x in load_file(file).items()}, file)
     engine.load("wide", tmp_path / "nan")
     for step in range(STEPS):
-        results = engine.forward_backward([row for name in TENANTS for row in rows_of(name, step)])
+        results = engine.forward_backward(all_rows(step))
         assert sum(bool(result.logprobs.isnan().any()) for result in results) == len(LENGTHS["wide"])
         skipped = {name: engine.step(name, TENANTS[name][1])["skipped"] for name in TENANTS}
         assert skipped == {"narrow": 0.0, "wide": 1.0, "mlp": 0.0}
     assert engine.steps("wide") == 0
     for name in ("narrow", "mlp"):
-        assert difference(weights(engine, name, tmp_path), trained([name], tmp_path)[name]) < 1e-6
+        assert difference(weights(engine, name, tmp_path), trained(tmp_path, [name])[name]) < 1e-6
 
 
 @pytest.mark.parametrize("how", ["saved", "parked on disk", "parked on the host"])
 def test_an_adapter_comes_back_bit_for_bit(how: str, tmp_path: Path) -> None:
     """With its optimizer, and where it is parked also with a gradient that waits for its step."""
-    names = list(TENANTS)
-    wanted = trained(names, tmp_path)
-    engine = engine_of(tiny_model(), park_folder=tmp_path / "park" if how == "parked on disk" else None)
-    add(engine, names)
-    train(engine, names, range(2))
+    wanted = trained(tmp_path)
+    engine = engine_with(park_folder=tmp_path / "park" if how == "parked on disk" else None)
+    train(engine, NAMES, range(2))
     if how == "saved":
         engine.save("wide", tmp_path / "saved", with_optimizer=True)
         engine.remove("wide")
@@ -244,30 +246,29 @@ def test_an_adapter_comes_back_bit_for_bit(how: str, tmp_path: Path) -> None:
     else:
         engine.park("wide")
         assert engine.parked == ("wide",)
-    engine.forward_backward([row for name in names for row in rows_of(name, 2)])
+    engine.forward_backward(all_rows(2))
     if how != "saved":
         assert engine.parked == ()
         engine.park("wide")
-    for name in names:
+    for name in NAMES:
         engine.step(name, TENANTS[name][1])
-    train(engine, names, range(3, STEPS))
+    train(engine, NAMES, range(3, STEPS))
     assert engine.steps("wide") == STEPS
-    for name in names:
+    for name in NAMES:
         assert difference(weights(engine, name, tmp_path), wanted[name]) == 0.0
     assert not list((tmp_path / "park").rglob("*.safetensors")), "parked files go when their adapters are back"
 
 
 def test_a_fresh_adapter_is_saved_with_an_optimizer_that_begins(tmp_path: Path) -> None:
     """Without averages: they would take twice its memory before its first step."""
-    engine = engine_of(tiny_model())
-    add(engine, ["mlp"])
+    engine = engine_with(["mlp"])
     before = tensor_bytes()
     engine.save("mlp", tmp_path / "fresh", with_optimizer=True)
     assert tensor_bytes() == before
     engine.load("mlp", tmp_path / "fresh", with_optimizer=True)
     assert engine.steps("mlp") == 0
     train(engine, ["mlp"])
-    assert difference(weights(engine, "mlp", tmp_path), trained(["mlp"], tmp_path)["mlp"]) == 0.0
+    assert difference(weights(engine, "mlp", tmp_path), trained(tmp_path, ["mlp"])["mlp"]) == 0.0
 
 
 def tensor_bytes() -> int:
@@ -325,8 +326,7 @@ def test_an_adapter_of_peft_can_be_trained_on(use_rslora: bool, tmp_path: Path) 
 
 
 def test_rows_without_a_loss_leave_no_gradient(tmp_path: Path) -> None:
-    engine = engine_of(tiny_model())
-    add(engine, ["narrow", "mlp"])
+    engine = engine_with(["narrow", "mlp"])
     silent = [AdapterRow("narrow", row.tokens, row.targets) for row in rows_of("narrow")]
     assert all(result.loss is None for result in engine.forward_backward(silent))
     results = engine.forward_backward([*silent, *rows_of("mlp")])
@@ -349,8 +349,7 @@ def test_the_head_reads_all_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> No
         return forward(head, hidden, *arguments)
 
     monkeypatch.setattr(HeadLogprobs, "forward", recorded)
-    engine = engine_of(tiny_model())
-    add(engine, ["narrow", "mlp"])
+    engine = engine_with(["narrow", "mlp"])
     rows = [replace(row, mask=None) for name in ("narrow", "mlp") for row in rows_of(name)]
     whole = engine.forward_backward(rows)
     warm = engine.forward_backward([replace(rows[0], temperature=0.5), *rows[1:]])
@@ -361,15 +360,14 @@ def test_the_head_reads_all_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_exception_leaves_every_gradient_as_it_was(deterministic: bool, tmp_path: Path) -> None:
     """Also where an earlier micro-batch, or adapter, had its backward pass."""
-    engine = engine_of(tiny_model(), micro_batch_tokens=40, deterministic=deterministic)
-    add(engine, list(TENANTS))
-    rows = [row for name in TENANTS for row in rows_of(name)]
+    engine = engine_with(micro_batch_tokens=40, deterministic=deterministic)
+    rows = all_rows()
     for number in range(len(rows)):
         broken = [replace(row, loss=fails) if place == number else row for place, row in enumerate(rows)]
         with pytest.raises(ZeroDivisionError):
             engine.forward_backward(broken)
-    train(engine, list(TENANTS))
-    wanted = trained(list(TENANTS), tmp_path, micro_batch_tokens=40, deterministic=deterministic)
+    train(engine)
+    wanted = trained(tmp_path, micro_batch_tokens=40, deterministic=deterministic)
     for name in TENANTS:
         assert difference(weights(engine, name, tmp_path), wanted[name]) == 0.0
 
@@ -380,8 +378,7 @@ def fails(logprobs: Tensor) -> Tensor:
 
 def fails_on_a_rank(world: World, folder: Path) -> tuple[str, dict[str, Tensor]]:
     """The exception of a loss that only one rank calls, and what is learned afterwards."""
-    engine = engine_of(tiny_model(), world)
-    add(engine, ["mlp"])
+    engine = engine_with(["mlp"], world=world)
     rows = rows_of("mlp")
     try:
         engine.forward_backward([replace(rows[0], loss=fails), *rows[1:]])
@@ -395,13 +392,12 @@ def test_an_exception_on_a_rank_is_one_on_all(tmp_path: Path) -> None:
     """The others would wait for its results."""
     (first, after), (second, _) = run_ranks(fails_on_a_rank, 2, tmp_path / "ranks", tmp_path)
     assert {first[:10], second[:10]} == {"ZeroDivisi", "RuntimeErr"}
-    assert difference(after, trained(["mlp"], tmp_path)["mlp"]) < 1e-6
+    assert difference(after, trained(tmp_path, ["mlp"])["mlp"]) < 1e-6
 
 
 def test_an_adapter_that_cannot_be_parked_stays(tmp_path: Path) -> None:
     (tmp_path / "park").write_text("a file, where a folder should be")
-    engine = engine_of(tiny_model(), park_folder=tmp_path / "park")
-    add(engine, ["mlp"])
+    engine = engine_with(["mlp"], park_folder=tmp_path / "park")
     before = weights(engine, "mlp", tmp_path)
     with pytest.raises(OSError):
         engine.park("mlp")
@@ -444,14 +440,14 @@ def test_sampling_has_the_current_weights_of_each_adapter(family: str, device: s
 @pytest.mark.gpu
 @needs_gpu
 def test_neighbours_change_nothing_on_a_gpu(tmp_path: Path) -> None:
-    on_cpu = trained([*TENANTS], tmp_path / "cpu")
-    together = trained([*TENANTS], tmp_path / "together", device="cuda")
-    exact = trained([*TENANTS], tmp_path / "exact", device="cuda", deterministic=True)
+    on_cpu = trained(tmp_path / "cpu")
+    together = trained(tmp_path / "together", device="cuda")
+    exact = trained(tmp_path / "exact", device="cuda", deterministic=True)
     for name in TENANTS:
         assert difference(together[name], on_cpu[name]) < 1e-4
-        alone = trained([name], tmp_path / f"alone_{name}", device="cuda")
+        alone = trained(tmp_path / f"alone_{name}", [name], device="cuda")
         assert difference(together[name], alone[name]) < 1e-5
-        alone = trained([name], tmp_path / f"exact_{name}", device="cuda", deterministic=True)
+        alone = trained(tmp_path / f"exact_{name}", [name], device="cuda", deterministic=True)
         assert difference(exact[name], alone[name]) == 0.0
 
 

@@ -17,11 +17,12 @@ from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.model.four_bit import FourBitLinear, FourBitPart
 from hybrid_rlhf.loop.saving import save_adapter
-from hybrid_rlhf.models.four_bit import FourBitWeight, dequantised, plain_value, quantise_layers
+from hybrid_rlhf.models.four_bit import FourBitWeight, plain_value, quantise_layers
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.world import World
-from tests.support.engines import PROMPTS, actor_spec, differences, state_of, train_step
+from tests.support.engines import PROMPTS, actor_spec, differences, state_of, train_step, training_logprobs
+from tests.support.generation import token_ids_of
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tokenizer
 
@@ -37,7 +38,7 @@ def trained_and_sampled(world: World, path: Path, cases: list[tuple[int, int]]) 
         engine = build_actor(spec, world, rollout=rollout)
         losses: list[float] = []
         apart: list[float] = []
-        tokens: list[list[int]] = []
+        tokens: list[list[list[int]]] = []
         same = True
         for _ in range(2):
             losses.append(train_step(engine, world))
@@ -45,9 +46,8 @@ def trained_and_sampled(world: World, path: Path, cases: list[tuple[int, int]]) 
             with engine.inference(stop_token_ids=()) as generation:
                 completions = generation.generate(PROMPTS, SAMPLED)
             same &= all(map(torch.equal, before, state_of(engine)))
-            for prompt, samples in zip(PROMPTS, completions, strict=True):
-                apart += differences(engine, samples, prompt)
-                tokens += [sample.token_ids for sample in samples]
+            apart += differences(engine, completions)
+            tokens += token_ids_of(completions)
         results.append({"losses": losses, "apart": max(apart), "tokens": tokens, "same": same})
     return results
 
@@ -74,44 +74,28 @@ def test_any_sharding_of_four_bit_weights_trains_and_samples_the_same(
     assert alone["apart"] <= 1e-4
 
 
-def one_base(world: World, path: Path) -> dict[str, Any]:
-    """What training and generation share, and how a forward in eval mode leaves it."""
-    engine = build_actor(actor_spec(path, lora=4, quantization="nf4"), world)
+def test_sampler_and_trainer_read_one_base_that_no_forward_repacks(model_folder: Path, world: World) -> None:
+    """bitsandbytes repacks weights in place in eval mode on CPUs with AVX512-BF16: gradients are lost without error."""
+    engine = build_actor(actor_spec(model_folder, lora=4, quantization="nf4"), world)
     layers = [module for module in engine.lm.modules() if isinstance(module, Linear4bit)]
     before = [layer.weight.detach().clone() for layer in layers]
     with engine.inference(stop_token_ids=()) as generation:
         weights = generation.backend.decoder._weights.layers[0]  # type: ignore[attr-defined]
         sampled = [weights.qkv, weights.o, weights.up, weights.down]
-        addresses = [part.weight.codes.data_ptr() for product in sampled for part in product._parts]
-        kinds = [type(product) for product in sampled]
+    assert all(type(product) is FourBitLinear for product in sampled)
+    addresses = {part.weight.codes.data_ptr() for product in sampled for part in product._parts}
+    assert addresses <= {layer.weight.data_ptr() for layer in layers}
     engine.module.eval()
-    tokens = probe_tokens(100)
-    module_logprobs(engine.lm, tokens)
+    module_logprobs(engine.lm, probe_tokens(100))
     engine.module.train()
     losses = [train_step(engine, world), train_step(engine, world)]
-    stored = sum(layer.weight.nbytes + _scale_bytes(layer) for layer in layers)
-    return {
-        "shared": set(addresses) <= {layer.weight.data_ptr() for layer in layers},
-        "kinds": set(kinds),
-        "same": all(torch.equal(a, layer.weight) for a, layer in zip(before, layers, strict=True)),
-        "repacks": any(layer.support_avx512bf16_for_cpu for layer in layers),
-        "share": stored / sum(2 * layer.weight.quant_state.shape.numel() for layer in layers),
-        "losses": losses,
-    }
-
-
-def _scale_bytes(layer: Any) -> int:
-    state = layer.weight.quant_state
-    return int(state.absmax.nbytes + state.state2.absmax.nbytes)
-
-
-def test_sampler_and_trainer_read_one_base_that_no_forward_repacks(model_folder: Path, tmp_path: Path) -> None:
-    """bitsandbytes repacks weights in place in eval mode on CPUs with AVX512-BF16: gradients are lost without error."""
-    (result,) = run_ranks(one_base, 1, tmp_path, model_folder)
-    assert result["kinds"] == {FourBitLinear}
-    assert result["shared"] and result["same"] and not result["repacks"]
-    assert result["share"] <= 0.30
-    assert result["losses"][1] < result["losses"][0]
+    assert losses[1] < losses[0]
+    assert all(torch.equal(base, layer.weight) for base, layer in zip(before, layers, strict=True))
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
+    states = [layer.weight.quant_state for layer in layers]
+    scales = sum(state.absmax.nbytes + state.state2.absmax.nbytes for state in states)
+    stored = scales + sum(layer.weight.nbytes for layer in layers)
+    assert stored <= 0.30 * sum(2 * state.shape.numel() for state in states)
 
 
 def saved(world: World, path: Path, folder: Path) -> torch.Tensor:
@@ -119,11 +103,7 @@ def saved(world: World, path: Path, folder: Path) -> torch.Tensor:
     train_step(engine, world)
     save_model(folder, full_tensors(engine.lm, world), lm=engine.lm, tokenizer=tiny_tokenizer(), world=world)
     save_adapter(folder / "adapter", engine)
-    ids = torch.tensor([probe_tokens(100)])
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    with torch.no_grad():
-        logprobs: torch.Tensor = engine(ids, mask, mask)[0][0, 1:]
-    return logprobs
+    return training_logprobs(engine, torch.tensor([probe_tokens(100)]))[0, 1:]
 
 
 def test_a_saved_model_has_the_log_probs_of_training(model_folder: Path, tmp_path: Path) -> None:
@@ -148,14 +128,6 @@ def test_a_scaled_weight_is_multiplied_whole() -> None:
     assert torch.allclose(product(x), 2 * layer(x), atol=1e-5)
     some = FourBitLinear([FourBitPart(weight, lambda tensor: tensor[[5, 3, 40]])], None)
     assert torch.allclose(some(x), layer(x)[:, [5, 3, 40]], atol=1e-5)
-
-
-def test_a_product_is_that_of_the_dequantised_weight() -> None:
-    torch.manual_seed(0)
-    layer = Linear4bit(64, 48, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
-    x = torch.randn(3, 64)
-    expected = x @ dequantised(layer.weight, layer.weight.quant_state).t()
-    assert torch.allclose(layer(x), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

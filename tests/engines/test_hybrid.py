@@ -17,13 +17,11 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines import hybrid
 from hybrid_rlhf.engines.builder import build_actor
-from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.sampling import Completion
 from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights
 from hybrid_rlhf.runtime.world import World
-from tests.support.engines import actor_spec, state_of, token_rows, train_step
+from tests.support.engines import accumulate, actor_spec, state_of, train_step
 from tests.support.families import COMMON, GEMMA4, SMALL, variant
 from tests.support.generation import token_ids_of
 from tests.support.marks import faults, slow
@@ -33,14 +31,6 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 PROMPTS = [[5, 6, 7], [9, 8], [4] * 20 + [6, 7], [4] * 20 + [9]]
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2)
-
-
-def half_a_step(engine: HybridEngine, world: World) -> None:
-    """Gradients in place, the update still to come."""
-    ids = token_rows()[world.rank :: world.size].to(world.device)
-    counts = torch.ones_like(ids, dtype=torch.bool)
-    logprobs, _ = engine(ids, counts, counts)
-    engine.backward(sft_loss(logprobs, mask=counts).total, count=36)
 
 
 Case = tuple[int, int, int]
@@ -57,7 +47,7 @@ def with_and_without_generation(world: World, path: Path, cases: list[Case]) -> 
             rollout = RolloutConfig(tensor_parallel=tensor_parallel)
             engine = build_actor(actor_spec(path, stage=stage, lora=lora, lr=0.05), world, rollout=rollout)
             losses = [train_step(engine, world)]
-            half_a_step(engine, world)
+            accumulate(engine, world)
             if generates:
                 before = state_of(engine)
                 for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
@@ -300,9 +290,7 @@ def test_ranks_of_unequal_heads_decode_as_many_rows(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path / "m")
     alone = run_ranks(crowded, 1, tmp_path / "1", tmp_path / "m")[0]
     for found in run_ranks(crowded, 2, tmp_path / "2", tmp_path / "m"):
-        assert [[one.token_ids for one in samples] for samples in found] == [
-            [one.token_ids for one in samples] for samples in alone
-        ]
+        assert token_ids_of(found) == token_ids_of(alone)
 
 
 def parallel(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
@@ -315,27 +303,21 @@ def parallel(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [slow(2), *(faults(ranks) for ranks in (3, 4))],
-)
+SPLIT_FAMILIES = {
+    2: (
+        "llama with biases|gemma2|phi3|opt 350m|gpt2|pythia|bloom|falcon 7b|falcon 40b|llama of three heads|olmo2|glm4|"
+        "cohere2|phi|qwen2_moe|glm4_moe|phimoe|stablelm with norms of each head|cohere with norms of each head|gpt_oss|"
+        "deepseek_v3|llama4|qwen3_5|qwen3_next|granite 4|falcon_h1 with a norm after the gate|gemma4|"
+        "gemma4 that shares keys|gemma4 whose keys are values|gemma4 with experts"
+    ).split("|"),
+    3: ["olmo2 of four KV heads"],  # one rank has two of them, so ranks hold different parts of its norms
+    4: ["llama with biases", "gpt2", "falcon 7b", "olmo2"],
+}
+
+
+@pytest.mark.parametrize("ranks", [slow(2), faults(3), faults(4)])
 def test_families_split_over_ranks_sample_what_one_process_does(ranks: int, tmp_path: Path) -> None:
-    names = ["llama with biases", "gemma2", "phi3", "opt 350m", "gpt2", "pythia", "bloom", "falcon 7b", "falcon 40b"]
-    if ranks == 2:
-        names += ["llama of three heads", "olmo2", "glm4", "cohere2", "phi", "qwen2_moe", "glm4_moe", "phimoe"]
-        names += [
-            "stablelm with norms of each head",
-            "cohere with norms of each head",
-            "gpt_oss",
-            "deepseek_v3",
-            "llama4",
-        ]
-        names += ["qwen3_5", "qwen3_next", "granite 4", "falcon_h1 with a norm after the gate"]
-        names += ["gemma4", "gemma4 that shares keys", "gemma4 whose keys are values", "gemma4 with experts"]
-    elif ranks == 3:
-        names = ["olmo2 of four KV heads"]  # one rank has two of them, so ranks hold different parts of its norms
-    else:
-        names = ["llama with biases", "gpt2", "falcon 7b", "olmo2"]
+    names = SPLIT_FAMILIES[ranks]
     for name in names:
         variant(name).save_pretrained(tmp_path / name)
         tiny_tokenizer().save_pretrained(tmp_path / name)

@@ -17,6 +17,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.builder import build_engine
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, train_step
+from tests.support.marks import slow
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config
 
@@ -69,7 +70,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [0, slow(3)])
 def test_ranks_that_route_to_different_experts_train_together(stage: int, model: Path, tmp_path: Path) -> None:
     expected = run_ranks(train, 1, tmp_path / "one", model, 0)[0]
     found = run_ranks(train, 2, tmp_path / "two", model, stage)

@@ -11,27 +11,23 @@ import torch
 
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.partition import base_parameters, copy_weights
 from hybrid_rlhf.engines.residency import offload
 from hybrid_rlhf.engines.saved.training_state import TrainingState
-from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.models import activation_offload
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.runtime.world import World
-from tests.support.engines import actor_spec, token_rows, train_step
+from tests.support.engines import accumulate, actor_spec, token_rows, train_step, training_logprobs
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_model
 
 
 def read(engine: Any) -> torch.Tensor:
-    ids = token_rows()
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    with torch.no_grad():
-        return engine(ids, mask, mask)[0]  # type: ignore[no-any-return]
+    return training_logprobs(engine, token_rows())
 
 
 def offloaded_activations(world: World, path: Path) -> dict[str, Any]:
@@ -74,9 +70,10 @@ def test_activations_come_back_from_the_host_as_they_were(ranks: int, model_fold
         assert told["checkpointing"][2] < told["plain"][2] / 3, "a layer keeps one tensor"
 
 
-def frozen_on_the_host(world: World, path: Path, other: Path) -> bool:
+def test_frozen_weights_are_on_the_device_only_in_use(model_folder: Path, world: World, tmp_path: Path) -> None:
     """A reference between uses, in use, and after it took the actor's weights."""
-    config = EngineSpec("reference", str(path), ModelConfig(dtype="float32"), ZeroConfig(), 0)
+    tiny_model(seed=5).save_pretrained(tmp_path / "other")
+    config = EngineSpec("reference", str(model_folder), ModelConfig(dtype="float32"), ZeroConfig(), 0)
     plain, offloaded = build_engine(config, world), build_engine(replace(config, offload_weights=True), world)
     weights = list(offloaded.module.parameters())
     places = [parameter.data_ptr() for parameter in weights]
@@ -86,17 +83,12 @@ def frozen_on_the_host(world: World, path: Path, other: Path) -> bool:
             assert not {parameter.data_ptr() for parameter in weights} & set(places)
             assert torch.equal(read(offloaded), expected)
         assert [parameter.data_ptr() for parameter in weights] == places
-    actor = build_engine(actor_spec(other), world)
+    actor = build_engine(actor_spec(tmp_path / "other"), world)
     copy_weights(actor.lm, offloaded.lm)
     with offloaded.on_device():
         assert torch.equal(read(offloaded), read(actor)) and not torch.equal(read(offloaded), expected)
     with plain.on_device():
-        return torch.equal(read(plain), expected)
-
-
-def test_frozen_weights_are_on_the_device_only_in_use(model_folder: Path, tmp_path: Path) -> None:
-    tiny_model(seed=5).save_pretrained(tmp_path / "other")
-    assert run_ranks(frozen_on_the_host, 1, tmp_path, model_folder, tmp_path / "other") == [True]
+        assert torch.equal(read(plain), expected)
 
 
 class LateCopies:
@@ -118,57 +110,41 @@ class LateCopies:
         self._made = max(self._made, mark or 0)
 
 
-def late(world: World, path: Path, stages: tuple[int, ...]) -> dict[str, bool]:
+@pytest.mark.parametrize("stage", [2, 3, faults(0)])
+def test_nothing_reads_what_has_not_arrived(
+    stage: int, model_folder: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is computed with copies that arrive late is what is computed without any."""
-    config = EngineSpec("reference", str(path), ModelConfig(dtype="float32"), ZeroConfig(), 0)
-    results = {}
-    plain = {stage: build_actor(actor_spec(path, stage=stage), world) for stage in stages}
+    config = EngineSpec("reference", str(model_folder), ModelConfig(dtype="float32"), ZeroConfig(), 0)
     expected = read(build_engine(config, world))
-    offload.CopyStream = LateCopies  # type: ignore[misc, assignment]
+    actors = [build_actor(actor_spec(model_folder, stage=stage), world)]
+    monkeypatch.setattr(offload, "CopyStream", LateCopies)
     reference = build_engine(replace(config, offload_weights=True), world)
     with reference.on_device():
-        results["no layer has arrived"] = all(
-            bool(p.isnan().all()) for layer in reference.lm.model.layers for p in layer.parameters()
-        )
-        results["reference"] = torch.equal(read(reference), expected)
-    for stage, other in plain.items():
-        actor = build_actor(actor_spec(path, stage=stage), world, rollout=RolloutConfig(offload_states=True))
-        losses: list[list[Any]] = []
-        for engine in (other, actor):
-            losses.append([train_step(engine, world)])
-            for _ in range(2):
-                with engine.inference(stop_token_ids=()) as generation:
-                    ((completion,),) = generation.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, seed=3))
-                losses[-1] += [completion.token_ids, train_step(engine, world)]
-        results[f"stage {stage}"] = losses[0] == losses[1]
-        with actor.inference():
-            pass
-        tensors = TrainingState(actor).tensors()
-        results[f"checkpoint {stage}"] = all(bool(tensor.isfinite().all()) for _, tensor in tensors)
-    return results
-
-
-@pytest.mark.parametrize("stages", [(2, 3), faults((0,))])
-def test_nothing_reads_what_has_not_arrived(stages: tuple[int, ...], model_folder: Path, tmp_path: Path) -> None:
-    (results,) = run_ranks(late, 1, tmp_path, model_folder, stages)
-    assert len(results) == 2 + 2 * len(stages) and all(results.values()), results
+        for layer in reference.lm.model.layers:
+            assert all(bool(weight.isnan().all()) for weight in layer.parameters()), "no layer has arrived"
+        assert torch.equal(read(reference), expected)
+    offloads = RolloutConfig(offload_states=True)
+    actors.append(build_actor(actor_spec(model_folder, stage=stage), world, rollout=offloads))
+    results: list[list[Any]] = []
+    for actor in actors:
+        results.append([train_step(actor, world)])
+        for _ in range(2):
+            with actor.inference(stop_token_ids=()) as generation:
+                ((completion,),) = generation.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, seed=3))
+            results[-1] += [completion.token_ids, train_step(actor, world)]
+    assert results[0] == results[1]
+    with actor.inference():
+        pass
+    assert all(bool(tensor.isfinite().all()) for _, tensor in TrainingState(actor).tensors()), "what a checkpoint has"
 
 
 def critics(world: World, path: Path, stages: tuple[int, ...]) -> bool:
     """A critic on the actor's base learns as one with a base of its own, and neither changes the other."""
     for stage in stages:
-        optimizer = OptimizerConfig(lr=1e-2, schedule="constant", warmup_fraction=0.0)
         actor = build_actor(actor_spec(path, stage=stage, lora=4), world)
-        config = EngineSpec(
-            "critic",
-            str(path),
-            ModelConfig(dtype="float32"),
-            ZeroConfig(stage=stage),
-            0,
-            optimizer,
-            LoraConfig(rank=2, target_modules=["q_proj", "down_proj"]),
-            10,
-        )
+        lora = LoraConfig(rank=2, target_modules=["q_proj", "down_proj"])
+        config = replace(actor_spec(path, stage=stage), role="critic", lora=lora)
         own, shared = build_engine(config, world), build_engine(replace(config, base=actor.lm), world)
         base = {name: p.data_ptr() for name, p in base_parameters(actor.lm.base_model)}
         assert {name: p.data_ptr() for name, p in base_parameters(shared.lm.base_model)} == base
@@ -183,8 +159,7 @@ def critics(world: World, path: Path, stages: tuple[int, ...]) -> bool:
         assert torch.equal(own(ids, mask), shared(ids, mask)), stage
         assert torch.equal(read(actor), logprobs)
         values = shared(ids, mask).detach()
-        learned, _ = actor(ids, mask, mask)
-        actor.backward(sft_loss(learned, mask=mask).total, count=36)
+        accumulate(actor, world)
         actor.step()
         assert not torch.equal(read(actor), logprobs)
         with actor.inference(stop_token_ids=()) as generation:
@@ -197,7 +172,7 @@ def critics(world: World, path: Path, stages: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize(
     ("ranks", "stages"),
-    [(2, (0, 2)), *(faults(*case) for case in [(2, (1,)), (1, (0, 1, 2))])],
+    [(2, (0, 2)), faults(2, (1,)), faults(1, (0, 1, 2))],
 )
 def test_a_critic_may_be_a_second_adapter(
     ranks: int, stages: tuple[int, ...], model_folder: Path, tmp_path: Path

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
+from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_weights
 from hybrid_rlhf.engines.residency.rules import ResidencyRules
@@ -26,32 +28,62 @@ from hybrid_rlhf.engines.separate.plane import WeightPlane
 from hybrid_rlhf.engines.separate.received import ReceivedWeights
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.engines.separate.transfer import WeightTransfer
-from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.observability.timers import Timers
-from hybrid_rlhf.runtime.world import World
-from tests.support.engines import PROMPTS, route_to_expert_0, token_rows
+from hybrid_rlhf.runtime.world import World, create_groups
+from tests.support.clock import wait_until
+from tests.support.engines import PROMPTS, accumulate, actor_spec, route_to_expert_0
 from tests.support.families import variant
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
 from tests.support.rl import whole
-from tests.support.separate import build_separate, plane_of, weight_tensors
+from tests.support.separate import weight_tensors
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
+OnRanks = Callable[..., list[Any]]
 GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0)
 
 
+def build_separate(
+    world: World,
+    path: Path,
+    *,
+    trains: int,
+    idle: int = 0,
+    rollout: RolloutConfig | None = None,
+    samples: bool = False,
+    settings: dict[str, Any] | None = None,
+    **faults: Any,
+) -> tuple[HybridEngine | None, SeparateSampler]:
+    """The first ranks train the actor, the last do nothing, all others sample; `samples`: the actor samples too."""
+    rollout = rollout or RolloutConfig()
+    actor_ranks, sampler_ranks = tuple(range(trains)), tuple(range(trains, world.size - idle))
+    together = rollout.tensor_parallel
+    groups = [sampler_ranks[first : first + together] for first in range(0, len(sampler_ranks), together)]
+    create_groups([actor_ranks, sampler_ranks, *groups])
+    own, other = map(world.part, (actor_ranks, sampler_ranks))
+    union = world.part(actor_ranks + sampler_ranks, own=True)
+    actor = None
+    if own.is_member:
+        spec = actor_spec(path, **({"lr": 0.05} | (settings or {})))
+        alone = RolloutConfig(routing_replay=rollout.routing_replay)
+        actor = build_actor(spec, own, rollout=alone, samples=samples)
+    return actor, SeparateSampler(actor, world=other, union=union, rollout=rollout, **faults)
+
+
+def plane_of(sampler: SeparateSampler) -> WeightPlane:
+    """What brings it the actor's weights."""
+    assert sampler.plane is not None, "this rank neither trains nor samples"
+    return sampler.plane
+
+
 def learn(actor: HybridEngine | None) -> None:
-    """One update on a row of each rank."""
-    if actor is None:
-        return
-    ids = token_rows()[actor.world.rank][None].to(actor.device)
-    counts = torch.ones_like(ids, dtype=torch.bool)
-    logprobs, _ = actor(ids, counts, counts)
-    actor.backward(sft_loss(logprobs, mask=counts).total, count=9 * actor.world.size)
-    actor.step()
+    """One update of a rank that trains."""
+    if actor is not None:
+        accumulate(actor, actor.world)
+        actor.step()
 
 
 def sync(sampler: SeparateSampler) -> None:
@@ -77,6 +109,16 @@ def folder_of(name: str, root: Path) -> Path:
         model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path) -> OnRanks:
+    """Run a function on ranks with the folder of a model, and return what each rank does."""
+
+    def run(function: Callable[..., Any], ranks: int, model: str, *arguments: Any) -> list[Any]:
+        return run_ranks(function, ranks, tmp_path / "ranks", folder_of(model, tmp_path), *arguments)
+
+    return run
 
 
 def reference(
@@ -159,8 +201,8 @@ def shared_rollouts(world: World, path: Path) -> list[tuple[int, int, list[Any],
     return found
 
 
-def test_actor_and_sampler_share_a_rollout(model_folder: Path, tmp_path: Path) -> None:
-    each = run_ranks(shared_rollouts, 3, tmp_path, model_folder)
+def test_actor_and_sampler_share_a_rollout(on_ranks: OnRanks) -> None:
+    each = on_ranks(shared_rollouts, 3, "tied")
     for before_and_after in zip(*each, strict=True):
         counts, groups, shared, alone = zip(*before_and_after, strict=True)
         assert set(groups) == {3} and sum(counts) == len(PROMPTS) and max(counts) - min(counts) <= 1
@@ -241,9 +283,8 @@ def traffic(world: World, path: Path, trains: int, tensor_parallel: int) -> dict
 
 
 @pytest.mark.parametrize(("ranks", "trains", "tensor_parallel"), [faults(4, 3, 1), (3, 1, 2)])
-def test_only_what_is_needed_travels(ranks: int, trains: int, tensor_parallel: int, tmp_path: Path) -> None:
-    folder = folder_of("untied", tmp_path)
-    for told in run_ranks(traffic, ranks, tmp_path / "ranks", folder, trains, tensor_parallel):
+def test_only_what_is_needed_travels(ranks: int, trains: int, tensor_parallel: int, on_ranks: OnRanks) -> None:
+    for told in on_ranks(traffic, ranks, "untied", trains, tensor_parallel):
         receivers = ranks - trains
         first, second, third = told["sent 4"]
         assert second == third == receivers * told["adapters"] and told["syncs"] == 3
@@ -307,24 +348,16 @@ def _break(fault: str, actor: HybridEngine | None, sampler: SeparateSampler, pat
         patch.setattr(plane._inference, "build", stale)
 
 
-def test_faults_stop_all_ranks_by_name(tmp_path: Path) -> None:
-    for told in run_ranks(broken, 3, tmp_path / "ranks", folder_of("untied", tmp_path)):
+def test_faults_stop_all_ranks_by_name(on_ranks: OnRanks) -> None:
+    for told in on_ranks(broken, 3, "untied"):
         assert len(told) == 2 * len(FAULTS)
         for fault, said in told:
             assert re.search(FAULTS[fault], said), said
 
 
-def arrives(plane: WeightPlane) -> bool:
-    """Whether weights arrive while this thread does something else."""
-    deadline = time.monotonic() + 60
-    while plane._unverified is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return plane._unverified is not None
-
-
-def ahead(world: World, path: Path) -> list[tuple[bool, int, int, bool, list[str]]]:
-    """Of weights that travel during other work: whether they arrive in it, transfers before and after the rollout,
-    whether all of the time is hidden, and which inference weights differ from those that the actor would build."""
+def ahead(world: World, path: Path) -> list[tuple[int, int, bool, list[str]]]:
+    """Of weights that arrive during other work: transfers before and after the rollout, whether all of the time is
+    hidden, and which inference weights differ from those that the actor would build."""
     told = []
     for case in (Case("untied", 2, {"stage": 3}, packs=True), Case("untied", 2, {"lora": 4})):
         with nullcontext() if case.packs else torch.backends.mkldnn.flags(enabled=False):
@@ -335,7 +368,7 @@ def ahead(world: World, path: Path) -> list[tuple[bool, int, int, bool, list[str
                 with sampler.sync_ahead() as times:
                     if actor is not None:  # in another group, as those of a critic
                         assert float(actor.world.all_reduce(torch.ones(()))) == case.trains
-                    arrived = arrives(plane)
+                    wait_until(lambda plane=plane: plane._unverified is not None, "weights, beside other work")
                 assert times is not None
                 transfers, found = plane.syncs, {}
                 with sampler.inference(stop_token_ids=()) as own:
@@ -344,13 +377,13 @@ def ahead(world: World, path: Path) -> list[tuple[bool, int, int, bool, list[str
                 expected = reference(world, actor, sampler, case) or {}
                 assert found.keys() == expected.keys()
                 differ = [place for place in found if not torch.equal(found[place], expected[place])]
-                told.append((arrived, transfers, plane.syncs, 0 < times.waited < times.seconds, differ))
+                told.append((transfers, plane.syncs, 0 < times.waited < times.seconds, differ))
     return told
 
 
-def test_weights_travel_during_other_work_and_are_those_of_a_sync(tmp_path: Path) -> None:
-    for told in run_ranks(ahead, 3, tmp_path / "ranks", folder_of("untied", tmp_path)):
-        assert told == [(True, transfers, transfers, True, []) for transfers in (1, 2)] * 2
+def test_weights_travel_during_other_work_and_are_those_of_a_sync(on_ranks: OnRanks) -> None:
+    for told in on_ranks(ahead, 3, "untied"):
+        assert told == [(transfers, transfers, True, []) for transfers in (1, 2)] * 2
 
 
 def checksums(world: World, path: Path) -> dict[bool, list[int]]:
@@ -366,8 +399,8 @@ def checksums(world: World, path: Path) -> dict[bool, list[int]]:
     return told
 
 
-def test_the_first_two_syncs_have_checksums_or_all(tmp_path: Path) -> None:
-    for told in run_ranks(checksums, 2, tmp_path / "ranks", folder_of("tied", tmp_path)):
+def test_the_first_two_syncs_have_checksums_or_all(on_ranks: OnRanks) -> None:
+    for told in on_ranks(checksums, 2, "tied"):
         assert told[True] == [20] * 4 and told[False] == [20, 20, 0, 0], "one for each weight"
 
 
@@ -406,8 +439,8 @@ def snapshots(world: World, path: Path) -> tuple[list[Any], int, int]:
     return told, plane_of(sampler).syncs - synced, sampler.weight_version
 
 
-def test_snapshots_stay_and_other_weights_do_not(tmp_path: Path) -> None:
-    of_ranks = run_ranks(snapshots, 2, tmp_path / "ranks", folder_of("tied", tmp_path))
+def test_snapshots_stay_and_other_weights_do_not(on_ranks: OnRanks) -> None:
+    of_ranks = on_ranks(snapshots, 2, "tied")
     before, still, second, now, other, again = of_ranks[1][0]
     assert before == still and second != before
     assert second == now == again and other != now
@@ -439,38 +472,42 @@ def kept_snapshots(world: World, path: Path) -> tuple[list[Any], list[Any], str]
     return told, homes, error
 
 
-def test_snapshots_of_a_policy_lag_of_one_are_written_into_the_same_weights(tmp_path: Path) -> None:
+def test_snapshots_of_a_policy_lag_of_one_are_written_into_the_same_weights(on_ranks: OnRanks) -> None:
     """Each had weights, KV cache and tables of its own, so that CUDA graphs would have been captured for each again."""
-    _, (told, homes, error) = run_ranks(kept_snapshots, 2, tmp_path / "ranks", folder_of("tied", tmp_path))
+    _, (told, homes, error) = on_ranks(kept_snapshots, 2, "tied")
     one, two = told[: len(told) // 2], told[len(told) // 2 :]
     assert one == two and one[1] != one[-1], "the weights have changed"
     assert len(homes) == 3 and len(set(homes)) == 1
     assert "close it first" in error
 
 
-def refused(world: World, path: Path, rollout: RolloutConfig) -> str:
-    with pytest.raises(UserError) as caught:
-        build_separate(world, path, trains=1, rollout=rollout)
-    return str(caught.value)
+REFUSED = {
+    "needs inference weights, the actor's model has none .*leave placement.sampler out": ("bloom", RolloutConfig()),
+    "got rollout.backend module: give auto, or leave": ("tied", RolloutConfig(backend="module")),
+    "rollout.offload_states makes room": ("tied", RolloutConfig(offload_states=True)),
+    "must split 3 heads with 3 KV heads, 4 ranks cannot": ("llama of three heads", RolloutConfig(tensor_parallel=4)),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "rollout", "rule"),
-    [
-        ("bloom", RolloutConfig(), "needs inference weights, the actor's model has none .*leave placement.sampler out"),
-        ("tied", RolloutConfig(backend="module"), "got rollout.backend module: give auto, or leave"),
-        ("tied", RolloutConfig(offload_states=True), "rollout.offload_states makes room"),
-        ("llama of three heads", TWO, "must split 3 heads with 3 KV heads, 4 ranks cannot"),
-    ],
-)
-def test_what_cannot_be_sampled_is_refused(name: str, rollout: RolloutConfig, rule: str, tmp_path: Path) -> None:
-    folder = folder_of(name, tmp_path)
-    if name == "bloom":
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "apply_residual_connection_post_layernorm": True}))
-    rollout = replace(rollout, tensor_parallel=4) if "three" in name else rollout
-    for said in run_ranks(refused, 1 + rollout.tensor_parallel, tmp_path / "ranks", folder, rollout):
-        assert re.search(rule, said), said
+def refused(world: World, root: Path) -> list[str]:
+    """What each rank says of each case."""
+    told = []
+    for name, rollout in REFUSED.values():
+        with pytest.raises(UserError) as caught:
+            build_separate(world, root / name, trains=1, rollout=rollout)
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
+    for name, _ in REFUSED.values():
+        folder_of(name, tmp_path)
+    config = json.loads((tmp_path / "bloom" / "config.json").read_text())
+    config["apply_residual_connection_post_layernorm"] = True
+    (tmp_path / "bloom" / "config.json").write_text(json.dumps(config))
+    for told in run_ranks(refused, 5, tmp_path / "ranks", tmp_path):
+        for rule, said in zip(REFUSED, told, strict=True):
+            assert re.search(rule, said), said
 
 
 def replayed(world: World, path: Path) -> list[float] | None:
@@ -494,8 +531,8 @@ def replayed(world: World, path: Path) -> list[float] | None:
     return actor.router_agreement.tolist()
 
 
-def test_the_actor_replays_routes_of_the_sampler(tmp_path: Path) -> None:
-    used, routes = run_ranks(replayed, 2, tmp_path / "ranks", folder_of("qwen3_moe", tmp_path))[0]
+def test_the_actor_replays_routes_of_the_sampler(on_ranks: OnRanks) -> None:
+    used, routes = on_ranks(replayed, 2, "qwen3_moe")[0]
     assert used == routes > 0
 
 
@@ -517,8 +554,8 @@ def rounded(world: World, path: Path) -> None:
     assert sent == [True] * (actor is None)
 
 
-def test_experts_that_rounding_may_choose_are_no_alarm(tmp_path: Path) -> None:
-    run_ranks(rounded, 2, tmp_path / "ranks", folder_of("qwen3_moe", tmp_path))
+def test_experts_that_rounding_may_choose_are_no_alarm(on_ranks: OnRanks) -> None:
+    on_ranks(rounded, 2, "qwen3_moe")
 
 
 def apart(world: World, path: Path) -> tuple[bool, bool, str]:
@@ -533,8 +570,8 @@ def apart(world: World, path: Path) -> tuple[bool, bool, str]:
     return generates, actor._inference_weights is not None, str(caught.value)
 
 
-def test_only_ranks_that_sample_have_inference_weights(tmp_path: Path) -> None:
-    told = run_ranks(apart, 3, tmp_path / "ranks", folder_of("tied", tmp_path))
+def test_only_ranks_that_sample_have_inference_weights(on_ranks: OnRanks) -> None:
+    told = on_ranks(apart, 3, "tied")
     assert [generates for generates, _, _ in told] == [False, True, False]
     assert not told[0][1] and "use the sampler" in told[0][2]
 
@@ -553,8 +590,8 @@ def beside_others(world: World, path: Path) -> list[tuple[bool, int, list[Any]]]
     return told
 
 
-def test_a_sampler_that_shares_its_ranks_frees_its_cache_alone(tmp_path: Path) -> None:
-    _, (alone, beside) = run_ranks(beside_others, 2, tmp_path / "ranks", folder_of("tied", tmp_path))
+def test_a_sampler_that_shares_its_ranks_frees_its_cache_alone(on_ranks: OnRanks) -> None:
+    _, (alone, beside) = on_ranks(beside_others, 2, "tied")
     assert alone[0] and not beside[0] and alone[1] == beside[1] == 1
     assert alone[2] == beside[2] and alone[2][0] == alone[2][1]
 
@@ -582,16 +619,9 @@ def lost(world: World, path: Path, folder: Path, ends: str) -> tuple[str, float,
     return str(caught.value), time.monotonic() - start, plane_of(sampler)._held_version
 
 
-@pytest.mark.parametrize(
-    "ends",
-    [
-        "in the transfer",
-        *(faults(when) for when in ("before the sync", "in a transfer ahead")),
-    ],
-)
-def test_a_rank_that_ends_stops_the_others(ends: str, tmp_path: Path) -> None:
-    folder = tmp_path / "ranks"
-    first, _, third = run_ranks(lost, 3, folder, folder_of("untied", tmp_path), folder, ends)
+@pytest.mark.parametrize("ends", ["in the transfer", faults("before the sync"), faults("in a transfer ahead")])
+def test_a_rank_that_ends_stops_the_others(ends: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    first, _, third = on_ranks(lost, 3, "untied", tmp_path / "ranks", ends)
     for said, seconds, _ in (first, third):
         assert seconds < 60 and said
     assert third[2] in (0, -1), "not that of weights that did not arrive"

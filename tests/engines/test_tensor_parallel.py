@@ -20,14 +20,13 @@ from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_tensors
-from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.models.packing import require_tensor_parallelism, use_packing
 from hybrid_rlhf.planning.engine_memory import engine_memory
 from hybrid_rlhf.planning.shapes import shaped_model
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
-from tests.support.engines import PROMPTS, actor_spec, token_rows
+from tests.support.engines import PROMPTS, accumulate, actor_spec
 from tests.support.families import variant
 from tests.support.marks import faults
 from tests.support.ranks import run_ranks
@@ -70,9 +69,7 @@ def updated(world: World, path: Path, settings: dict[str, Any], sampling: int = 
 
 def clipped_step(engine: HybridEngine, world: World) -> float | None:
     """One update on four rows, shared over the ranks; the norm of the gradient."""
-    ids = token_rows()[world.rank :: world.size]
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    engine.backward(sft_loss(engine(ids, mask, mask)[0], mask=mask).total, count=36)
+    accumulate(engine, world)
     return engine.step().grad_norm
 
 

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from hybrid_rlhf.engines.vllm.process import server_command, server_environment
 from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.runtime.world import World
+from tests.support.clock import wait_until
 from tests.support.engines import PROMPTS, actor_spec, differences, train_step
 from tests.support.marks import slow
 from tests.support.ranks import run_ranks
@@ -31,15 +34,21 @@ from tests.support.tiny import tiny_tokenizer
 from tests.support.vllm_server import FakeVLLM, fake_python, fake_vllm
 
 SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2)
+Build = Callable[[RolloutConfig], tuple[HybridEngine, VLLMSampler]]
 SYNC = ["/v1/models", "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
 
 
-def actor_of(world: World, path: Path, rollout: RolloutConfig, **settings: Any) -> HybridEngine:
-    return build_actor(actor_spec(path, lr=0.05, **settings), world, rollout=rollout, samples=False)
+def built(
+    world: World, path: Path, folder: Path, rollout: RolloutConfig, **settings: Any
+) -> tuple[HybridEngine, VLLMSampler]:
+    """An actor and its sampler."""
+    actor = build_actor(actor_spec(path, lr=0.05, **settings), world, rollout=rollout, samples=False)
+    return actor, VLLMSampler(actor, tiny_tokenizer(), rollout=rollout, logs=folder / "logs")
 
 
-def sampler_of(actor: HybridEngine, rollout: RolloutConfig, folder: Path) -> VLLMSampler:
-    return VLLMSampler(actor, tiny_tokenizer(), rollout=rollout, logs=folder / "logs")
+@pytest.fixture
+def build(world: World, model_folder: Path, tmp_path: Path) -> Build:
+    return partial(built, world, model_folder, tmp_path)
 
 
 def by_url(*servers: FakeVLLM, **settings: Any) -> RolloutConfig:
@@ -51,14 +60,11 @@ def largest_difference(sampler: VLLMSampler, actor: HybridEngine) -> float:
     with sampler.inference(stop_token_ids=()) as generation:
         completions = generation.generate(PROMPTS, SAMPLED)
         assert generation.weight_version == actor.weight_version
-    pairs = zip(PROMPTS, completions, strict=True)
-    return max(apart for prompt, samples in pairs for apart in differences(actor, samples, prompt))
+    return max(differences(actor, completions))
 
 
 def followed(world: World, path: Path, folder: Path, url: str, settings: dict[str, Any]) -> list[float]:
-    rollout = RolloutConfig(vllm=VLLMConfig(urls=(url,)))
-    actor = actor_of(world, path, rollout, **settings)
-    sampler = sampler_of(actor, rollout, folder)
+    actor, sampler = built(world, path, folder, RolloutConfig(vllm=VLLMConfig(urls=(url,))), **settings)
     apart = []
     for _ in range(3):
         apart.append(largest_difference(sampler, actor))
@@ -80,11 +86,9 @@ def test_samples_are_of_the_weights_that_train(
     assert syncs == SYNC * 3, "rank 0 alone updates the server, in this order"
 
 
-def test_weights_that_did_not_change_are_not_written_again(world: World, model_folder: Path, tmp_path: Path) -> None:
+def test_weights_that_did_not_change_are_not_written_again(build: Build, model_folder: Path) -> None:
     with fake_vllm(model_folder) as fake:
-        rollout = by_url(fake)
-        actor = actor_of(world, model_folder, rollout)
-        sampler = sampler_of(actor, rollout, tmp_path)
+        actor, sampler = build(by_url(fake))
         largest_difference(sampler, actor)
         largest_difference(sampler, actor)
         assert fake.calls.count("/collective_rpc") == 1
@@ -95,19 +99,16 @@ def test_weights_that_did_not_change_are_not_written_again(world: World, model_f
         assert not list(Path(sampler._folder).glob("*.partial"))
 
 
-def test_a_server_that_differs_is_named_with_the_difference(world: World, model_folder: Path, tmp_path: Path) -> None:
+def test_a_server_that_differs_is_named_with_the_difference(build: Build, model_folder: Path) -> None:
     with fake_vllm(model_folder) as right, fake_vllm(model_folder, shift=0.5) as wrong:
-        rollout = by_url(right, wrong)
-        actor = actor_of(world, model_folder, rollout)
+        _, sampler = build(by_url(right, wrong))
         with pytest.raises(UserError, match=rf"to 0.002 nats, the server {wrong.url} differs by 0.5 after the weight"):
-            sampler_of(actor, rollout, tmp_path)._sync()
+            sampler._sync()
 
 
-def test_a_lost_server_comes_back_with_the_next_sync(world: World, model_folder: Path, tmp_path: Path) -> None:
+def test_a_lost_server_comes_back_with_the_next_sync(build: Build, model_folder: Path) -> None:
     with fake_vllm(model_folder) as one, fake_vllm(model_folder) as other:
-        rollout = by_url(one, other)
-        actor = actor_of(world, model_folder, rollout)
-        sampler = sampler_of(actor, rollout, tmp_path)
+        actor, sampler = build(by_url(one, other))
         one.intercept = lambda body: None if "prompt_logprobs" in body else (0, None)
         assert largest_difference(sampler, actor) < 1e-4
         assert sampler._servers[0].lost is not None
@@ -120,15 +121,13 @@ def test_a_lost_server_comes_back_with_the_next_sync(world: World, model_folder:
         assert "\n" not in str(raised.value) and one.url in str(raised.value) and other.url in str(raised.value)
 
 
-def test_training_goes_on_while_older_weights_sample(world: World, model_folder: Path, tmp_path: Path) -> None:
+def test_training_goes_on_while_older_weights_sample(build: Build, model_folder: Path) -> None:
     with fake_vllm(model_folder) as fake:
-        rollout = by_url(fake, async_sampling=AsyncSamplingConfig())
-        actor = actor_of(world, model_folder, rollout)
-        sampler = sampler_of(actor, rollout, tmp_path)
+        actor, sampler = build(by_url(fake, async_sampling=AsyncSamplingConfig()))
         greedy = SamplingParams(max_new_tokens=6, temperature=0.0)
         generation = sampler.snapshot(stop_token_ids=())
         before = generation.generate(PROMPTS, greedy)
-        train_step(actor, world)
+        train_step(actor, actor.world)
         assert generation.generate(PROMPTS, greedy) == before
         with pytest.raises(RuntimeError, match="close it first"):
             sampler.snapshot(stop_token_ids=())
@@ -137,20 +136,18 @@ def test_training_goes_on_while_older_weights_sample(world: World, model_folder:
         assert newer.weight_version == 1 and newer.generate(PROMPTS, greedy) != before
 
 
-def test_a_tied_head_is_written_as_a_weight_of_its_own(world: World, model_folder: Path, tmp_path: Path) -> None:
+def test_a_tied_head_is_written_as_a_weight_of_its_own(build: Build, model_folder: Path) -> None:
     """vLLM on a CPU packs a tied head when it starts, and would keep it."""
     with fake_vllm(model_folder) as fake:
-        rollout = by_url(fake)
-        actor = actor_of(world, model_folder, rollout)
-        sampler = sampler_of(actor, rollout, tmp_path)
+        actor, sampler = build(by_url(fake))
         largest_difference(sampler, actor)
         weights = load_file(sampler._folder / "model.safetensors")
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
     assert set(weights) == {*dict(actor.lm.named_parameters()), "lm_head.weight"}
 
 
-def own(python: Path, **settings: Any) -> RolloutConfig:
-    return RolloutConfig(vllm=VLLMConfig(python=str(python)), **settings)
+def own(python: Path) -> RolloutConfig:
+    return RolloutConfig(vllm=VLLMConfig(python=str(python)))
 
 
 def children() -> set[int]:
@@ -163,15 +160,13 @@ def children() -> set[int]:
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_in_a_rollout_is_started_again(world: World, model_folder: Path, tmp_path: Path) -> None:
+def test_a_server_that_dies_in_a_rollout_is_started_again(build: Build, tmp_path: Path) -> None:
     """With the current weights, which are checked, and the same samples."""
-    rollout = own(fake_python(tmp_path, ends_after=8))
-    actor = actor_of(world, model_folder, rollout)
-    sampler = sampler_of(actor, rollout, tmp_path)
+    actor, sampler = build(own(fake_python(tmp_path, ends_after=8)))
     before = children()
     try:
         assert largest_difference(sampler, actor) < 1e-4
-        train_step(actor, world)
+        train_step(actor, actor.world)
         (first,) = children() - before
         assert largest_difference(sampler, actor) < 1e-4, "killed in this rollout"
         assert (tmp_path / "killed").exists()
@@ -182,14 +177,13 @@ def test_a_server_that_dies_in_a_rollout_is_started_again(world: World, model_fo
     assert children() == before
 
 
-def test_a_server_that_does_not_start_is_explained_by_its_log(world: World, model_folder: Path, tmp_path: Path) -> None:
-    rollout = own(fake_python(tmp_path, fails="RuntimeError: Unsupported attention: head_dim=8"))
-    actor = actor_of(world, model_folder, rollout)
+def test_a_server_that_does_not_start_is_explained_by_its_log(build: Build, tmp_path: Path) -> None:
+    _, sampler = build(own(fake_python(tmp_path, fails="RuntimeError: Unsupported attention: head_dim=8")))
     with pytest.raises(UserError, match="did not .RuntimeError: Unsupported attention: head_dim=8.: read .*rank-0.log"):
-        sampler_of(actor, rollout, tmp_path)._sync()
-    missing = own(tmp_path / "missing")
+        sampler._sync()
+    _, sampler = build(own(tmp_path / "missing"))
     with pytest.raises(UserError, match="must be the interpreter of an environment with vLLM, got .*missing"):
-        sampler_of(actor, missing, tmp_path)._sync()
+        sampler._sync()
 
 
 PARENT = """
@@ -215,14 +209,8 @@ def test_a_killed_run_leaves_no_server_and_no_weights(tmp_path: Path) -> None:
     assert folder.is_dir() and len(started) == 1
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    deadline = time.monotonic() + 20
-    while started[0].is_running() and started[0].status() != "zombie" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert time.monotonic() < deadline
-    deadline = time.monotonic() + 20
-    while folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not folder.exists()
+    wait_until(lambda: not started[0].is_running() or started[0].status() == "zombie", "the end of the server")
+    wait_until(lambda: not folder.exists(), "the end of the weights")
 
 
 def test_a_gpu_is_shared_with_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -230,48 +218,28 @@ def test_a_gpu_is_shared_with_training(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
     rollout = RolloutConfig(vllm=VLLMConfig(python="python", arguments=("--seed=1",)), cuda_graphs=False)
     device = torch.device("cuda", 1)
-
-    def words(rollout: RolloutConfig, device: torch.device) -> list[str]:
-        return server_command(
-            "python",
-            rollout,
-            model=tmp_path,
-            socket=tmp_path / "s",
-            dtype=torch.bfloat16,
-            device=device,
-            ranks=2,
-        )
-
-    line = words(rollout, device)
+    words = partial(
+        server_command, "python", model=tmp_path, socket=tmp_path / "s", dtype=torch.bfloat16, device=device, ranks=2
+    )
+    line = words(rollout)
     assert {"--gpu-memory-utilization=0.450", "--enable-sleep-mode", "--enforce-eager", "--dtype=bfloat16"} <= {*line}
     assert line[-1] == "--seed=1", "the user's come last and so win"
     lagging = RolloutConfig(vllm=VLLMConfig(python="python"), async_sampling=AsyncSamplingConfig(), kv_cache_gib=2.0)
-    assert "--enable-sleep-mode" not in words(lagging, device)
-    assert f"--kv-cache-memory-bytes={2 * 2**30}" in words(lagging, device)
+    assert "--enable-sleep-mode" not in words(lagging)
+    assert f"--kv-cache-memory-bytes={2 * 2**30}" in words(lagging)
     outer = {"CUDA_VISIBLE_DEVICES": "4,6", "RANK": "1", "MASTER_PORT": "1", "PATH": "p", "PYTHONPATH": "q"}
     kept = server_environment(outer, device)
     assert kept["CUDA_VISIBLE_DEVICES"] == "6" and kept["PATH"] == "p" and kept["VLLM_SERVER_DEV_MODE"] == "1"
     assert not {"RANK", "MASTER_PORT", "PYTHONPATH"} & {*kept}
-    cpu = server_command(
-        "python",
-        rollout,
-        model=tmp_path,
-        socket=tmp_path / "s",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        ranks=2,
-        unties=True,
-    )
+    cpu = words(rollout, device=torch.device("cpu"), unties=True)
     assert '--hf-overrides={"tie_word_embeddings": false}' in cpu and "--enable-sleep-mode" not in cpu
     assert server_environment({}, torch.device("cpu"))["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
 @pytest.mark.slow
-def test_a_colocated_server_sleeps_between_rollouts(world: World, model_folder: Path, tmp_path: Path) -> None:
+def test_a_colocated_server_sleeps_between_rollouts(build: Build, tmp_path: Path) -> None:
     """On a GPU; here the order of its calls."""
-    rollout = own(fake_python(tmp_path))
-    actor = actor_of(world, model_folder, rollout)
-    sampler = sampler_of(actor, rollout, tmp_path)
+    actor, sampler = build(own(fake_python(tmp_path)))
     sampler._sleeps = True
     calls = list[str]()
     server = sampler._servers[0]
@@ -284,7 +252,7 @@ def test_a_colocated_server_sleeps_between_rollouts(world: World, model_folder: 
     server.call = call  # type: ignore[method-assign]
     try:
         largest_difference(sampler, actor)
-        train_step(actor, world)
+        train_step(actor, actor.world)
         largest_difference(sampler, actor)
     finally:
         sampler.close()

@@ -22,6 +22,7 @@ from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion
+from tests.support.clock import wait_until
 from tests.support.devices import DEVICES
 from tests.support.families import variant
 from tests.support.generation import (
@@ -35,7 +36,6 @@ from tests.support.generation import (
     ids_of,
     keep_in_flight,
     random_tokens,
-    wait_until,
 )
 from tests.support.tiny import tiny_model, tiny_tokenizer
 

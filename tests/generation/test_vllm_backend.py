@@ -16,7 +16,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.vllm import VLLMBackend, VLLMServer
 from hybrid_rlhf.generation.open_batch import PromptBatch
-from tests.support.generation import completed, ids_of, wait_until
+from tests.support.clock import wait_until
+from tests.support.generation import completed, ids_of
 from tests.support.tiny import VOCABULARY, tiny_tokenizer
 from tests.support.vllm_server import FakeVLLM, fake_vllm
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.clock import wait_until
 from tests.support.host_runs import Training, slurm_line
-from tests.support.hosts import Network, inside, kill_below, wait_until
+from tests.support.hosts import Network, inside, kill_below
 from tests.support.slurm import slurm
 from tests.support.steps import run_outputs
 

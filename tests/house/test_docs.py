@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import importlib
 import itertools
 import json
 import re
+import shlex
 import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -49,7 +52,7 @@ from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.output import JSON_OPTION
 from hybrid_rlhf.supervised.preference.dpo import DPO
 from hybrid_rlhf.supervised.preference.pair_loss import PairSide
-from tests.support.documents import LIBRARY, PAGES, blocks, commands, documented_metrics, library_texts
+from tests.support.documents import documented_metrics
 from tests.support.rl import rollout_of_rows
 from tests.support.runs import ROOT
 
@@ -71,7 +74,53 @@ POSITIONAL: dict[str, str | tuple[str, ...]] = {
 METRIC_FLOORS = ("rl", "supervised", "loop", "planning", "models", "runtime/observability", "serving/training/record")
 """Folders of the library that make metrics."""
 NOT_METRICS = {"application/json"}
+_COMMAND = re.compile(
+    r"^(?:\w+=\S+ )*(?:hybrid-rlhf (?P<name>[a-z][a-z-]*)|.*?(?P<file>train\.py|training/\w+/main\.py)"
+    r"|.*?-m hybrid_rlhf\.cli\.(?P<module>\w+))(?P<rest>(?: .*)?)$"
+)
+_FILES = {
+    "train.py": "train",
+    "step1_sft": "sft",
+    "step2_reward": "reward",
+    "preference": "preference",
+    "step3_ppo": "rl",
+}
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "recipes" / "README.md",
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
+LIBRARY = sorted((ROOT / "hybrid_rlhf").rglob("*.py"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """The commands of the blocks of a page: name of the command, and its words without placeholders."""
+    text = page.read_text()
+    fenced = re.findall(r"^```(?:\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    indented = re.findall(r"(?:^ {4,}\S.*\n?)+", plain, re.MULTILINE)
+    for line in "\n".join((*fenced, *indented)).replace("\\\n", " ").splitlines():
+        found = _COMMAND.match(line.strip())
+        if found is None or "==" in line:  # a line of output
+            continue
+        name = found["name"] or found["module"] or next(name for key, name in _FILES.items() if key in found["file"])
+        words = list(
+            itertools.takewhile(lambda word: word not in (">", "|"), shlex.split(found["rest"], comments=True))
+        )
+        yield name, [word for word in words if word not in ("...", "&")]
+
+
+@functools.cache
+def library_texts() -> str:
+    """All texts of the library's code, of f-strings their constant parts, each on a line of its own."""
+    nodes = (node for file in LIBRARY for node in ast.walk(ast.parse(file.read_text())))
+    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.cli.machine import plan
@@ -24,12 +26,13 @@ from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
+from tests.support.clock import wait_until
 from tests.support.documents import undocumented_metrics
-from tests.support.generation import wait_until
 from tests.support.ranks import run_main
 from tests.support.runs import ROOT
-from tests.support.shapes import PUBLISHED, write_shape, write_tiny
+from tests.support.shapes import PUBLISHED, write_shape
 from tests.support.steps import write_lines
+from tests.support.tiny import VOCABULARY, tiny_tokenizer
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FIELDS = ("machine", "plan", "memory", "time", "start", "expect", "source")
@@ -38,6 +41,31 @@ RUN = ("qwen2.5-0.5b-sft-dpo", "llama-3-8b-ppo")
 """Recipes that CI runs and plans beside the one that `make test` plans; `make faults` has all."""
 ON_TWO_RANKS = ("llama-3.1-8b-sft-32k", "llama-3.1-70b-grpo-lora")
 """Recipes that run on two ranks, with parallelism of two where they have one; the others run on one rank."""
+_TINY = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 1024,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 16,
+    "ffn_dim": 48,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+
+
+def write_tiny(name: str, folder: Path) -> str:
+    """A folder with a tiny random model of a published model's family, and a tokenizer of bytes."""
+    sizes = {key: _TINY.get(key, value) for key, value in PUBLISHED[name].items()}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **_TOKENS})).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +24,34 @@ from hybrid_rlhf.runtime.observability import alerts as alerts_module
 from hybrid_rlhf.runtime.observability.alerts import Alerts, Ending
 from hybrid_rlhf.runtime.run import start_run
 from tests.support.runs import ENVIRONMENT, ROOT, sft_config
-from tests.support.webhooks import webhook_server
+from tests.support.servers import json_server
+
+
+@dataclass
+class WebhookServer:
+    """A running server."""
+
+    url: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    delay: threading.Event | None = None
+    """Answers are sent once it is set; None: at once."""
+    status: int = 200
+
+
+@contextlib.contextmanager
+def webhook_server() -> Iterator[WebhookServer]:
+    """A server on this host."""
+    state = WebhookServer("")
+
+    def answer(method: str, path: str, body: bytes) -> tuple[int, Any]:
+        state.messages.append(json.loads(body))
+        if state.delay is not None:
+            state.delay.wait(30)
+        return state.status, None
+
+    with json_server(answer) as url:
+        state.url = f"{url}/hook/s3cret-path"
+        yield state
 
 
 def with_webhook(folder: Path) -> SFTConfig:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 
-from tests.support.generation import wait_until
+from tests.support.clock import wait_until
 from tests.support.serving import KEY, server_process
 
 LINE = ["--model_name", "tiny", "--max_batch_rows", "6", "--max_sequence_tokens", "30000"]

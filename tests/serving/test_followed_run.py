@@ -19,8 +19,8 @@ from hybrid_rlhf.engines.saved.training_state import TrainingState
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.runtime.world import World
 from hybrid_rlhf.serving.followed_run import newest_checkpoint, read_trained
+from tests.support.clock import wait_until
 from tests.support.engines import actor_spec, train_step
-from tests.support.generation import wait_until
 from tests.support.ranks import run_ranks
 from tests.support.runs import rl_line, run_python, sft_line
 from tests.support.serving import KEY, server_process

@@ -13,7 +13,7 @@ import httpx2
 import psutil
 import pytest
 
-from tests.support.generation import wait_until
+from tests.support.clock import wait_until
 from tests.support.serving import KEY, server_process
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}

@@ -21,7 +21,7 @@ from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.service import Service
 from hybrid_rlhf.serving.text_stream import ReasoningSplit
 from hybrid_rlhf.serving.web import served_in_background
-from tests.support.generation import wait_until
+from tests.support.clock import wait_until
 from tests.support.serving import learn_by_heart
 from tests.support.tiny import tiny_model, tiny_tokenizer
 

@@ -24,7 +24,7 @@ from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
 from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.service import Service
 from hybrid_rlhf.serving.web import served_in_background
-from tests.support.generation import wait_until
+from tests.support.clock import wait_until
 from tests.support.serving import KEY, ServerProcess, server_process
 
 NAME, ROWS, QUEUE, TOKENS = "tiny", 4, 30, 3000

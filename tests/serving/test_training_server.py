@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.serving.training.messages import MESSAGES
 from hybrid_rlhf.serving.training.service import TrainingService
-from tests.support.generation import wait_until
+from tests.support.clock import wait_until
 from tests.support.models import random_adapter
 from tests.support.tiny import tiny_model
 from tests.support.training_server import (

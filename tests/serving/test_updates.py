@@ -21,7 +21,7 @@ from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.service import Service
 from hybrid_rlhf.serving.updates import ModelUpdates
 from hybrid_rlhf.serving.web import served_in_background
-from tests.support.generation import wait_until
+from tests.support.clock import wait_until
 from tests.support.models import random_adapter
 from tests.support.tiny import tiny_model, tiny_tokenizer
 

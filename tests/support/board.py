@@ -8,18 +8,24 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
+from hybrid_rlhf.board.chat import Chats
+from hybrid_rlhf.board.runs.folders import RunFolders
+from hybrid_rlhf.board.runs.summary import RunSummaries
+from hybrid_rlhf.board.workspace import BoardWorkspace
+from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.parsing.building import build_config
 from hybrid_rlhf.configs.parsing.schema import Layer
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.runtime.command_line import save_config
+from tests.support.clock import wait_until
 from tests.support.runs import ENVIRONMENT, ROOT
 
 POST = {"X-Board": "1"}
@@ -50,11 +56,8 @@ class ServedBoard:
 
     def wait(self, name: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The row of a run in the list once the condition holds; an assertion fails after four minutes."""
-        end = time.monotonic() + 240
-        while not holds(run := self.run(name)):
-            assert time.monotonic() < end, run
-            time.sleep(0.2)
-        return run
+        wait_until(lambda: holds(self.run(name)), f"a state of {name}", seconds=240)
+        return self.run(name)
 
     def run(self, name: str) -> dict[str, Any]:
         """The row of a run in the list."""
@@ -84,6 +87,16 @@ def served_board(*folders: Path, words: Sequence[str] = ()) -> Iterator[ServedBo
             process.wait(timeout=20)
         finally:
             process.kill()
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """The row of the only run in a folder, without a board."""
+    return RunSummaries().summary(*RunFolders([folder]).all())
+
+
+def workspace_of(folder: Path) -> BoardWorkspace:
+    """The state of a board over a folder, without its server; a chat would fail the test."""
+    return BoardWorkspace(BoardConfig(folders=[str(folder)]), Chats(pytest.fail, pytest.fail))
 
 
 def write_run(folder: Path, *, steps: int = 0, samples: int = 0, seed: int = 1, **settings: Any) -> Path:

@@ -67,6 +67,16 @@ def show(page: Any, url: str, address: str) -> None:
     wait_in_page(page, "document.querySelector('main h1') && !document.querySelector('main .loading')")
 
 
+def press(page: Any, name: str) -> None:
+    """Click the button of this name."""
+    page.get_by_role("button", name=name, exact=True).click()
+
+
+def wait_for_text(page: Any, text: Any) -> None:
+    """Wait until a text, or what matches a pattern, is shown."""
+    page.get_by_text(text).wait_for()
+
+
 def wait_in_page(page: Any, expression: str, *, seconds: float = 30) -> None:
     """Wait until an expression is true; Playwright's own way to wait needs eval, which the page's policy forbids."""
     end = time.monotonic() + seconds

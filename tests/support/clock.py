@@ -1,6 +1,9 @@
-"""A clock that a test moves."""
+"""A clock that a test moves, and waiting for what another thread or process does."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
 
 
 class ManualClock:
@@ -11,3 +14,11 @@ class ManualClock:
 
     def __call__(self) -> float:
         return self.seconds
+
+
+def wait_until(holds: Callable[[], object], what: str = "a condition", *, seconds: float = 60.0) -> None:
+    """Return when a condition holds; an assertion fails if it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"{what} did not come within {seconds:g} s"
+        time.sleep(0.05)

@@ -94,30 +94,38 @@ def state_of(engine: HybridEngine) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def differences(engine: HybridEngine, samples: list[Any], prompt: list[int]) -> list[float]:
+def accumulate(engine: Any, world: World) -> None:
+    """Gradients of four rows, shared over the ranks, in one pass; their update is still to come."""
+    ids = token_rows()[world.rank :: world.size].to(world.device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    engine.backward(sft_loss(engine(ids, mask, mask)[0], mask=mask).total, count=36)
+
+
+def training_logprobs(engine: Any, ids: Tensor) -> Tensor:
+    """Log-probs of whole rows in the training forward, [B, T], without gradients."""
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        return engine(ids, mask, mask)[0]  # type: ignore[no-any-return]
+
+
+def differences(engine: Any, completions: list[list[Any]], prompts: list[list[int]] = PROMPTS) -> list[float]:
     """Of the log-probs that sampling reports from those of the training forward."""
-    found = []
-    for one in samples:
-        ids = torch.tensor([prompt + one.token_ids])
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        with torch.no_grad():
-            logprobs = engine(ids, mask, mask)[0][0, len(prompt) :]
-        found += (logprobs - torch.tensor(one.logprobs)).abs().tolist()
-    return found
+    apart = []
+    for prompt, samples in zip(prompts, completions, strict=True):
+        for sample in samples:
+            logprobs = training_logprobs(engine, torch.tensor([prompt + sample.token_ids]))[0, len(prompt) :]
+            apart += (logprobs - torch.tensor(sample.logprobs)).abs().tolist()
+    return apart
 
 
 def train_generate_save(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Train, generate, train, save."""
     engine = build_actor(actor_spec(path, **settings), world)
     losses = [train_step(engine, world)]
-    held = [
-        p.detach().clone() if not hasattr(p, "ds_tensor") else p.ds_tensor.detach().clone()
-        for p in engine.module.parameters()
-    ]
+    before = state_of(engine)
     with engine.inference(stop_token_ids=()) as generation:
         completions = generation.generate(PROMPTS[world.rank :], SamplingParams(max_new_tokens=6, temperature=0.0))
-    after = [p.detach() if not hasattr(p, "ds_tensor") else p.ds_tensor for p in engine.module.parameters()]
-    same = all(torch.equal(a, b) for a, b in zip(held, after, strict=True))
+    same = all(map(torch.equal, before, state_of(engine)))
     released = all(p.numel() == 0 for p in engine.module.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist)
     save_model(folder, full_tensors(engine.lm, world), lm=engine.lm, tokenizer=tiny_tokenizer(), world=world)
     if has_lora(engine.lm):

@@ -7,7 +7,6 @@ import functools
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-from tests.support.ranks import FORKSERVER, free_ports
+from tests.support.ranks import FORKSERVER, enter, environment
 
 
 @dataclass(frozen=True)
@@ -94,11 +91,8 @@ def run_step(
 
     Their standard error goes to the file `errors`, if one is named.
     """
-    (port,) = free_ports(1)
-    processes = [
-        FORKSERVER.Process(target=_rank, args=(rank, ranks, port, module, list(line), armed, errors))
-        for rank in range(ranks)
-    ]
+    variables, arguments = environment(ranks), (module, list(line), armed, errors)
+    processes = [FORKSERVER.Process(target=enter, args=(rank, variables, _main, arguments)) for rank in range(ranks)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + limit_seconds
@@ -113,31 +107,12 @@ def run_step(
     return [process.exitcode or 0 for process in processes]
 
 
-def _rank(
-    rank: int, ranks: int, port: int, module: str, line: list[str], armed: Armed | None, errors: Path | None
-) -> None:
+def _main(rank: int, module: str, line: list[str], armed: Armed | None, errors: Path | None) -> None:
     if errors is not None:
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
-    torch.set_num_threads(1)
     if armed is not None and armed.rank in (None, rank):
         armed.arm()
-    code = 0
-    try:
-        import_module(module).main(line)
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    import_module(module).main(line)
 
 
 @contextlib.contextmanager

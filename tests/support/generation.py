@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -79,14 +78,6 @@ def completions_alone() -> list[list[list[int]]]:
 def requests_for(params: Sequence[SamplingParams], prompt: Sequence[int] = (1,)) -> list[Request]:
     """One request per parameter set, all with the same prompt."""
     return [Request(prompt, i, p, frozenset({2}), uniform_stream(7, i, 4)) for i, p in enumerate(params)]
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Return when the condition holds; an assertion fails after a minute."""
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 Steps = SimpleQueue[list[StreamedToken]]

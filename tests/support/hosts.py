@@ -16,14 +16,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.support.clock import wait_until
 from tests.support.runs import ENVIRONMENT, ROOT
 
 NAMES = ("node1", "node2", "node3")
@@ -192,11 +192,9 @@ class Network:
             process.kill()
             process.wait()
 
-    def link_times(self, folder: Path, *, slots: int = 1) -> dict[str, Any]:
-        """Times of collectives over the hosts, measured as `calibrate --hostfile` does with so many ranks per host."""
-        done = self.hosts[0].run(
-            [sys.executable, "-c", _MEASURE_LINK, str(self.hostfile(slots)), str(folder)], timeout=600
-        )
+    def link_times(self, folder: Path) -> dict[str, Any]:
+        """Times of collectives over the hosts, measured as `calibrate --hostfile` does with a rank per host."""
+        done = self.hosts[0].run([sys.executable, "-c", _MEASURE_LINK, str(self.hostfile()), str(folder)], timeout=600)
         assert done.returncode == 0, done.stdout
         times: dict[str, Any] = json.loads((folder / "link.json").read_text())
         return times
@@ -315,11 +313,3 @@ def _namespace(pid: int, kind: str) -> str:
 def _must(line: Sequence[str], *, quiet: bool = False) -> None:
     streams: Mapping[str, Any] = {"stderr": subprocess.DEVNULL} if quiet else {}
     subprocess.run(line, check=True, env={**os.environ, "PATH": f"{os.environ['PATH']}:{_SBIN}"}, **streams)
-
-
-def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = 60.0) -> None:
-    """Return when a condition holds; an assertion fails if it does not in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come within {seconds:g} s"
-        time.sleep(0.05)

@@ -51,12 +51,6 @@ def build_model(family: str, auto: type = AutoModelForCausalLM, **extra: object)
     return model
 
 
-def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, in float64; Mamba-2 scans in float32 all the same."""
-    model.set_experts_implementation("eager")  # torch's grouped products have no float64
-    return model.double()  # type: ignore[no-any-return]
-
-
 def padded_rows(lengths: list[int], *, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Random rows [B, T], padded; ids and mask."""
     generator = torch.Generator().manual_seed(1)

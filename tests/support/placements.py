@@ -30,26 +30,15 @@ COMPARED = (
 ).split()
 MEASURED = ("time/", "perf/", "placement/")
 """Beginnings of the names of metrics that depend on the machine."""
-ALGORITHMS = {
-    "ppo": "--algorithm ppo --critic.optimizer.lr 1e-2 --critic.optimizer.eps 1e-2".split(),
-    "grpo": "--algorithm grpo --algorithm.kl.coef 0.05".split(),
-    "online_dpo": "--algorithm online_dpo".split(),
-    "remax": "--algorithm remax".split(),
+_OPTIONS = {
+    "ppo": "--critic.optimizer.lr 1e-2 --critic.optimizer.eps 1e-2",
+    "grpo": "--algorithm.kl.coef 0.05",
+    "dapo": "--algorithm.dynamic_sampling.max_refills 2",
+    "pass_at_k": "--algorithm.k 2",
+    "vapo": "--critic.warmup_steps 0",
 }
-MORE_ALGORITHMS = {
-    "dapo": "--algorithm dapo --algorithm.dynamic_sampling.max_refills 2".split(),
-    "rloo": "--algorithm rloo".split(),
-    "raft": "--algorithm raft".split(),
-    "gspo": "--algorithm gspo".split(),
-    "cispo": "--algorithm cispo".split(),
-    "gdpo": "--algorithm gdpo".split(),
-    "gmpo": "--algorithm gmpo".split(),
-    "sapo": "--algorithm sapo".split(),
-    "vespo": "--algorithm vespo".split(),
-    "pass_at_k": "--algorithm pass_at_k --algorithm.k 2".split(),
-    "vapo": "--algorithm vapo --critic.warmup_steps 0".split(),
-    "reinforce_pp": "--algorithm reinforce_pp".split(),
-}
+ALGORITHMS = ("ppo", "grpo", "online_dpo", "remax")
+MORE_ALGORITHMS = "dapo rloo raft gspo cispo gdpo gmpo sapo vespo pass_at_k vapo reinforce_pp".split()
 """Which random and fixed trials leave out."""
 LORA = "--actor.lora.rank 4".split()
 ZERO_3 = "--actor.zero.stage 3".split()
@@ -163,7 +152,7 @@ def run_words(workspace: Path, trial: PlacementTrial, output: Path) -> list[str]
         # with a large eps an update is proportional to the gradient, as rounding is
         *"--algorithm.mini_batches 2 --actor.optimizer.lr 1e-2 --actor.optimizer.eps 1e-2".split(),
         *f"--logging.samples_every 1 --faults.phase_timeout_seconds {_LIMIT_SECONDS}".split(),
-        *{**ALGORITHMS, **MORE_ALGORITHMS}[trial.algorithm],
+        *f"--algorithm {trial.algorithm} {_OPTIONS.get(trial.algorithm, '')}".split(),
         "--reward.components",
         f"[{{model: {workspace}/judge, name: judge}}, {{function: 'tests.support.steps:brevity', weight: 0.1}}]",
         *(str(workspace / word) if word in ("texts.jsonl", "stopping", "teacher") else word for word in trial.extra),

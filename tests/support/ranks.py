@@ -107,10 +107,14 @@ def enter(rank: int, environment: Mapping[str, str], target: Callable[..., None]
     """Be a rank: target(rank, *arguments), and the end of the process."""
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    target(rank, *arguments)
+    code = 0
+    try:
+        target(rank, *arguments)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # libraries' C++ threads may abort a process that ends while they run
+    os._exit(code)  # libraries' C++ threads may abort a process that ends while they run
 
 
 def _call(rank: int, function: Callable[..., Any], folder: str, arguments: tuple[Any, ...]) -> None:

@@ -70,16 +70,13 @@ def build_parts(
         build_engine(spec("critic", "reward", 1e-2), world),
         None if lora_rank else build_engine(spec("reference", "reference", None), world),
     )
-    sampler = RolloutSampler(
-        roles.sampler,
-        sampling,
-        world=world,
-        stop_token_ids=tuple(range(3, 20)),
-        seed=0,
-        timers=Timers(world.device),
-        tokenizer=tiny_tokenizer(),
-    )
-    return RLParts.of(roles, PPO(algorithm), sampler, micro_batches=MicroBatches(2))
+    stops = tuple(range(3, 20))
+    return _parts(world, roles, PPO(algorithm), sampling=sampling, stop_token_ids=stops, tokenizer=tiny_tokenizer())
+
+
+def _parts(world: World, roles: Roles, algorithm: Any, *, sampling: RolloutConfig, **sampler: Any) -> RLParts:
+    rollouts = RolloutSampler(roles.sampler, sampling, world=world, seed=0, timers=Timers(world.device), **sampler)
+    return RLParts.of(roles, algorithm, rollouts, micro_batches=MicroBatches(2))
 
 
 def sample_and_score(parts: RLParts, *, mini_batches: int = 1) -> tuple[Rollout, MiniBatchPlan]:
@@ -176,14 +173,12 @@ def episode_parts(
     spec = EngineSpec("actor", path, ModelConfig(dtype="float32"), ZeroConfig(), 0, optimizer)
     roles = Roles(world, build_actor(spec, world, rollout=sampling), Reward([], world))
     tokenizer = tiny_tokenizer()
-    sampler = RolloutSampler(
-        roles.sampler,
-        sampling,
-        world=world,
+    return _parts(
+        world,
+        roles,
+        GRPO(algorithm),
+        sampling=sampling,
         stop_token_ids=stop_token_ids,
-        seed=0,
-        timers=Timers(world.device),
         tokenizer=tokenizer,
         environments=build_runner(config, rollout=sampling, tokenizer=tokenizer, world=world),
     )
-    return RLParts.of(roles, GRPO(algorithm), sampler, micro_batches=MicroBatches(2))

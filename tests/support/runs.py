@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,19 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.sections.run import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-ALGORITHMS_PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 
 
-def run_python(line: Sequence[str], *, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run_python(line: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Python with these words, in the root of the repository."""
     return subprocess.run(
-        [sys.executable, *line], capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT, cwd=ROOT
+        [sys.executable, *line], capture_output=True, text=True, timeout=300, env=ENVIRONMENT, cwd=ROOT
     )
 
 
@@ -78,10 +75,3 @@ def _step_line(script: str, output: Path, model: Path, rows: Path) -> list[str]:
 def sft_config(folder: Path, resume: str = "never") -> SFTConfig:
     """Settings of a run in a folder."""
     return replace(SFTConfig(), output_dir=str(folder), resume=resume, logging=LoggingConfig(sinks=[]))
-
-
-def documented_step(line: str) -> tuple[str, Any]:
-    """The last step of a command of the page, as train.py would run it."""
-    config = train.parse_config(train.PipelineConfig, shlex.split(line), prog="train.py", defaults=train.DEMO)
-    name = config.step_names[-1]
-    return name, train.step_config(name, config)

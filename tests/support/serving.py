@@ -36,8 +36,7 @@ class ServerProcess:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def wait(self, timeout: float) -> int | None:
         """The exit code; None where the process runs for longer than so many seconds."""

@@ -1,14 +1,11 @@
-"""Configs of published models without weights, and tiny random models of the same families."""
+"""Configs of published models, without weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from tests.support.tiny import VOCABULARY, tiny_tokenizer
+from transformers import AutoConfig
 
 _QWEN25 = {"model_type": "qwen2", "vocab_size": 152064, "max_position_embeddings": 32768, "rope_theta": 1e6}
 _QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128, "rope_theta": 1e6}
@@ -119,34 +116,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 """The config of each model by its hub name, from the config.json that its authors publish."""
-_TINY = {
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 1024,
-    "hidden_size": 32,
-    "word_embed_proj_dim": 16,
-    "ffn_dim": 48,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 24,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 
 
 def write_shape(name: str, folder: Path) -> str:
     """A folder with the config of a published model and no weights."""
     AutoConfig.for_model(**PUBLISHED[name]).save_pretrained(folder)
-    return str(folder)
-
-
-def write_tiny(name: str, folder: Path) -> str:
-    """A folder with a tiny random model of a published model's family, and a tokenizer of bytes."""
-    sizes = {key: _TINY.get(key, value) for key, value in PUBLISHED[name].items()}
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **_TOKENS})).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
     return str(folder)

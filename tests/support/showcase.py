@@ -21,17 +21,17 @@ _PROMPTS = 6
 _PER_GROUP = 4
 
 
-def write_showcase(folder: Path, *, steps: int = STEPS) -> Path:
+def write_showcase(folder: Path) -> Path:
     """Three seeds of a GRPO run, a PPO run, and one that ended before its first step."""
     tokenizer = _tokenizer()
     for seed in (1, 2, 3):
-        run = write_run(folder / f"gsm-grpo-seed{seed}", seed=seed, **_settings("grpo", steps))
-        _write_metrics(run, steps, np.random.default_rng(seed), final=0.86)
-        _write_samples(run, [step for step in RECORDED if step <= steps], tokenizer, seed)
+        run = write_run(folder / f"gsm-grpo-seed{seed}", seed=seed, **_settings("grpo", STEPS))
+        _write_metrics(run, np.random.default_rng(seed), final=0.86)
+        _write_samples(run, tokenizer, seed)
         (run / FINISHED_FILE).write_text("{}")
     run = write_run(folder / "gsm-ppo", seed=1, **_settings("ppo", 200))
-    _write_metrics(run, steps, np.random.default_rng(9), final=0.71, longer=260)
-    _write_samples(run, [step for step in RECORDED if step <= steps], tokenizer, 9)
+    _write_metrics(run, np.random.default_rng(9), final=0.71, longer=260)
+    _write_samples(run, tokenizer, 9)
     write_run(folder / "gsm-ppo-lr1e-3", seed=1, **_settings("ppo", 200))
     return folder
 
@@ -45,9 +45,9 @@ def _settings(algorithm: str, steps: int) -> dict[str, Any]:
     }
 
 
-def _write_metrics(run: Path, steps: int, random: np.random.Generator, *, final: float, longer: float = 46) -> None:
+def _write_metrics(run: Path, random: np.random.Generator, *, final: float, longer: float = 46) -> None:
     lines = []
-    for step in range(1, steps + 1):
+    for step in range(1, STEPS + 1):
         part = 1 - np.exp(-3.0 * step / STEPS)
         noise = random.normal(0, 0.025, 8)
         generation, training = 4.1 + 1.5 * part + abs(noise[0]) * 8, 3.2 + abs(noise[1]) * 5
@@ -109,11 +109,11 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _write_samples(run: Path, steps: list[int], tokenizer: Tokenizer, seed: int) -> None:
+def _write_samples(run: Path, tokenizer: Tokenizer, seed: int) -> None:
     (run / "actor").mkdir()
     tokenizer.save(str(run / "actor" / "tokenizer.json"))
     (run / "tokens").mkdir()
-    for step in steps:
+    for step in RECORDED:
         random = np.random.default_rng([seed, step])
         rows = [_row(step, index, random) for index in range(_PROMPTS * _PER_GROUP)]
         append_rows(run, rows)

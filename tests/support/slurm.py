@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.hosts import HOST_ENVIRONMENT, Host, Network, wait_until
+from tests.support.clock import wait_until
+from tests.support.hosts import HOST_ENVIRONMENT, Host, Network
 
 _CONFIG = """
 ClusterName=test

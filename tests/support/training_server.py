@@ -33,6 +33,8 @@ BASE = "tiny"
 ALICE = "tml-alice-secret"
 BOB = "tml-bob-secret"
 KEYS = {"alice": ALICE, "bob": BOB}
+MAX_TOKENS = 64
+"""Of a sequence, and of a micro-batch."""
 SEQUENCE = [3, 9, 27, 81, 12, 5, 7, 8, 19]
 
 
@@ -115,11 +117,9 @@ class Client:
     ) -> list[float]:
         """The losses of some steps, each of two commands."""
         requests = []
-        for step in range(steps):
-            requests.append(self.forward_backward(model_id, first_seq + 2 * step, rows))
-            self.post(
-                "optim_step", model_id=model_id, seq_id=first_seq + 2 * step + 1, adam_params={"learning_rate": 0.02}
-            )
+        for seq in range(first_seq, first_seq + 2 * steps, 2):
+            requests.append(self.forward_backward(model_id, seq, rows))
+            self.post("optim_step", model_id=model_id, seq_id=seq + 1, adam_params={"learning_rate": 0.02})
         return [loss_of(self.result(request)) for request in requests]
 
 
@@ -180,22 +180,22 @@ def samples_of(result: bytes) -> list[list[int]]:
     return [np.frombuffer(sequence.tokens, "<i4").tolist() for sequence in message.sequences]
 
 
-def loaded_base(*, rows: int = 8, batch_tokens: int = 64, tokens: int = 64) -> LoadedBase:
+def loaded_base() -> LoadedBase:
     """The tiny model, loaded for training and sampling."""
     lm = tiny_model().eval()
     use_packing(lm)
-    engine = AdapterEngine(lm, world=solo_world(lm.device), micro_batch_tokens=batch_tokens)
+    engine = AdapterEngine(lm, world=solo_world(lm.device), micro_batch_tokens=MAX_TOKENS)
     tokenizer = tiny_tokenizer()
     generation = GenerationEngine.from_model(lm, tokenizer=tokenizer, cuda_graphs=False)
-    batch = generation.open(rows=rows, max_tokens=tokens, memory_share=0.1)
+    batch = generation.open(rows=8, max_tokens=MAX_TOKENS, memory_share=0.1)
     trainer = Trainer(
         engine,
         AdapterRow,
         base_model=BASE,
         tokenizer=tokenizer,
         tokenizer_id="unused",
-        max_tokens=tokens,
-        batch_tokens=batch_tokens,
+        max_tokens=MAX_TOKENS,
+        batch_tokens=MAX_TOKENS,
     )
     return LoadedBase(trainer, generation, batch)
 
@@ -205,7 +205,9 @@ def training_server(
     folder: Path, *, poll_seconds: float = 0.5, **settings: Any
 ) -> Iterator[tuple[str, TrainingService]]:
     """The URL and the service of a server in a thread, with the keys of `KEYS`."""
-    config = TrainServerConfig(path=BASE, max_sequence_tokens=64, micro_batch_tokens=64, api_keys=KEYS, **settings)
+    config = TrainServerConfig(
+        path=BASE, max_sequence_tokens=MAX_TOKENS, micro_batch_tokens=MAX_TOKENS, api_keys=KEYS, **settings
+    )
     base = loaded_base()
     service = training_service(config, base, folder, KEYS)
     app = build_app(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.board import ServedBoard, append_metrics, hold_lock, served_board, write_run
-from tests.support.browser import axe_findings, require_browser, show, wait_in_page
+from tests.support.browser import axe_findings, press, require_browser, show, wait_for_text, wait_in_page
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -39,14 +39,14 @@ def test_two_models_answer_side_by_side(own_board: ServedBoard, page: Any) -> No
     page.get_by_label("Temperature").fill("0")
     page.get_by_label("Message", exact=True).fill("hello")
     page.keyboard.press("Enter")
-    page.get_by_text("Loading first…").wait_for()  # torch is imported and the model loaded
+    wait_for_text(page, "Loading first…")  # torch is imported and the model loaded
     answers = page.locator(".message-assistant .message-text")
     assert answers.count() == 2 and page.locator(".message-user").count() == 2
     page.get_by_role("button", name="Send").wait_for(timeout=60_000)
     left, right = answers.all_text_contents()
     assert left and right and left != right and page.locator(".chat-column .error-line").count() == 0
     page.get_by_label("Message", exact=True).fill("again")
-    page.get_by_role("button", name="Send").click()
+    press(page, "Send")
     page.get_by_role("button", name="Send").wait_for(timeout=60_000)
     assert answers.count() == 4 and answers.all_text_contents()[0] == left
     assert axe_findings(page) == []
@@ -68,12 +68,12 @@ def test_a_run_is_stopped_after_a_question(own_board: ServedBoard, page: Any) ->
     with hold_lock(Path(run["folder"])) as process:
         show(page, own_board.url, f"run?run={run['id']}")
         page.locator(".facts .state-running").wait_for()
-        page.get_by_role("button", name="Stop", exact=True).click()
+        press(page, "Stop")
         dialog = page.get_by_role("dialog", name="Stop training?")
-        dialog.get_by_role("button", name="Keep training").click()
+        press(dialog, "Keep training")
         assert process.poll() is None
-        page.get_by_role("button", name="Stop", exact=True).click()
-        dialog.get_by_role("button", name="Stop the run").click()
+        press(page, "Stop")
+        press(dialog, "Stop the run")
         page.locator(".facts .state-stopped").wait_for()
         page.get_by_role("button", name="Resume").wait_for()
         assert process.wait(timeout=10) != 0
@@ -86,5 +86,5 @@ def test_a_board_that_ended_is_named(page: Any, tmp_path: Path) -> None:
         page.get_by_text("Live", exact=True).wait_for()
     page.get_by_text("Connecting", exact=True).wait_for()
     page.evaluate("location.hash = '#/chat'")
-    page.get_by_text("The board does not answer.", exact=False).wait_for()
+    wait_for_text(page, "The board does not answer.")
     wait_in_page(page, "document.querySelector('h1').textContent === 'Chat'")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.board import ServedBoard, append_metrics
-from tests.support.browser import show, wait_in_page
+from tests.support.browser import press, show, wait_for_text, wait_in_page
 from tests.support.showcase import MARKUP
 
 pytestmark = pytest.mark.slow
@@ -57,10 +57,10 @@ def test_a_run_has_a_title_and_notes_and_its_memory_stays_in_the_card(board: Ser
     show(page, board.url, f"run?run={run}")
     page.locator(".memory").wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
-    page.get_by_role("button", name="Edit title and notes").click()
+    press(page, "Edit title and notes")
     page.get_by_role("textbox", name="Title").fill("Baseline")
     page.get_by_role("textbox", name="Notes").fill("Stable.")
-    page.get_by_role("button", name="Save").click()
+    press(page, "Save")
     wait_in_page(page, "document.querySelector('h1').innerText === 'Baseline'")
     page.locator(".notes-text", has_text="Stable.").wait_for()
     board.post(f"/api/runs/{run}/marks", {})
@@ -116,19 +116,19 @@ def test_a_new_line_appears_within_seconds(board: ServedBoard, page: Any) -> Non
 def test_rollouts_are_filtered_and_only_visible_rows_exist(board: ServedBoard, page: Any) -> None:
     run = _id(board, "many")
     show(page, board.url, f"rollouts?run={run}")
-    page.get_by_text("5,000 samples").wait_for()
+    wait_for_text(page, "5,000 samples")
     assert page.locator(".sample-row").count() < 40
     page.locator(".virtual").evaluate("box => box.scrollTo(0, box.scrollHeight)")
     page.get_by_text("number 0 of step 1", exact=False).first.wait_for()
     page.get_by_label("Search prompts and completions").fill("number 17 of step 3")
     total = board.get(f"/api/runs/{run}/samples", text="number 17 of step 3")["total"]
-    page.get_by_text(re.compile(rf"^{total} samples?$")).wait_for()
+    wait_for_text(page, re.compile(rf"^{total} samples?$"))
     assert "text=number+17" in page.url
     page.get_by_text("Clear").click()
     page.get_by_text("Ranges").click()
     page.get_by_label("Score at least").fill("995")
     total = board.get(f"/api/runs/{run}/samples", score_min=995)["total"]
-    page.get_by_text(re.compile(rf"^{total} samples$")).wait_for()
+    wait_for_text(page, re.compile(rf"^{total} samples$"))
 
 
 def test_groups_stand_side_by_side_and_lead_to_their_prompt(board: ServedBoard, page: Any) -> None:
@@ -137,13 +137,13 @@ def test_groups_stand_side_by_side_and_lead_to_their_prompt(board: ServedBoard, 
     assert page.locator(".group").count() == 6 and page.locator(".group").first.locator(".sample-card").count() == 4
     page.get_by_role("link", name="All steps").first.click()
     page.get_by_role("heading", name="Prompt", exact=True).wait_for()
-    page.get_by_text("64 samples in 4 runs").wait_for()
+    wait_for_text(page, "64 samples in 4 runs")
 
 
 def test_markup_of_a_completion_is_text(board: ServedBoard, page: Any) -> None:
     show(page, board.url, f"sample?run={_id(board, 'gsm-ppo')}&step=60&index=23")
     page.locator(".message-assistant .message-text", has_text=MARKUP).wait_for()
-    page.get_by_role("button", name="Tokens").click()
+    press(page, "Tokens")
     page.locator(".token").first.wait_for()
     assert MARKUP in "".join(page.locator(".token").all_text_contents())
     assert page.title() == "Sample · Board" and page.locator("main img").count() == 0
@@ -157,7 +157,7 @@ def test_tokens_are_read_by_keyboard(board: ServedBoard, page: Any) -> None:
     page.locator(".token-text").focus()
     page.keyboard.press("ArrowRight")
     first = tokens["prompt_length"]
-    page.get_by_text(f"position {first}, id {tokens['ids'][first]}, sampled").wait_for()
+    wait_for_text(page, f"position {first}, id {tokens['ids'][first]}, sampled")
     shown = page.locator(".strip .current dd").inner_text().replace("−", "-").replace("+", "")
     assert float(shown) == float(f"{tokens['columns']['advantages'][first]:.4g}") or abs(float(shown)) < 1
     page.get_by_label("Colour by").select_option("mask")
@@ -197,10 +197,10 @@ def test_preferences_are_blind_and_judged_by_keys(board: ServedBoard, page: Any)
     wait_in_page(page, "!document.querySelector('.answer button').disabled")
     assert board.get("/api/preferences/summary")["count"] == 0
     page.keyboard.press("1")
-    page.get_by_text("1 judgement", exact=False).wait_for()
+    wait_for_text(page, "1 judgement")
     wait_in_page(page, "!document.querySelector('.answer button').disabled")
     page.keyboard.press("0")
-    page.get_by_text("2 judgements", exact=False).wait_for()
+    wait_for_text(page, "2 judgements")
     summary = board.get("/api/preferences/summary")
     assert summary["by"] == {"me": 2}
     lines = [json.loads(line) for line in Path(summary["pairs_file"]).read_text().splitlines()]
@@ -237,7 +237,7 @@ def test_keys_and_theme(board: ServedBoard, page: Any) -> None:
 def test_the_form_checks_settings_while_they_are_entered(board: ServedBoard, page: Any) -> None:
     """Nothing is red before anything is entered, an error is shown at its field, and what is missing is named."""
     show(page, board.url, "start?command=sft")
-    page.get_by_text("Still needed").wait_for()
+    wait_for_text(page, "Still needed")
     assert page.locator(".needed").all_inner_texts() == ["model.path", "data.sources"]
     assert page.locator(".error-line, .field-problem").count() == 0
     labels = page.locator(".form-field label code").all_inner_texts()
@@ -279,10 +279,10 @@ def test_the_form_begins_with_a_recipe_or_an_earlier_run(board: ServedBoard, pag
 
 def test_views_say_what_is_missing(board: ServedBoard, page: Any) -> None:
     show(page, board.url, "nowhere")
-    page.get_by_text("There is no such view").wait_for()
+    wait_for_text(page, "There is no such view")
     show(page, board.url, "run?run=unknown")
-    page.get_by_text("There is no such run").wait_for()
+    wait_for_text(page, "There is no such run")
     show(page, board.url, "rollouts?run=" + _id(board, "gsm-ppo-lr1e-3"))
-    page.get_by_text("No samples here").wait_for()
+    wait_for_text(page, "No samples here")
     show(page, board.url, "chat")
-    page.get_by_text("No saved model yet").wait_for()
+    wait_for_text(page, "No saved model yet")
