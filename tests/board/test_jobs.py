@@ -32,7 +32,7 @@ def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
         board.post(f"/api/runs/{run}/replay", {"step": 1, "index": 1})  # the end of the board ends it
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_sample_is_replayed_branched_and_scored(trained_folder: Path) -> None:
     with served_board(trained_folder) as board:
         run = board.run("rl")["id"]

@@ -334,7 +334,7 @@ def test_tasks_of_inspect_are_run_on_the_engine(
         assert f"error: tasks of Inspect {error}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_task_that_is_not_there_is_one_line(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
     with pytest.raises(SystemExit):

@@ -100,7 +100,7 @@ def planned(path: Path, experts: int) -> int:
     return shapes.local.all
 
 
-@pytest.fixture(scope="module", params=[FAMILIES[0], *map(slow, FAMILIES[1:])])
+@pytest.fixture(scope="module", params=[FAMILIES[0], *map(faults, FAMILIES[1:])])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random mixture of experts."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -115,8 +115,8 @@ SHARDED: list[Case] = [{"stage": stage, "experts": 2} for stage in range(4)]
     ("ranks", "cases"),
     [
         (2, [{**SHARDED[3], "checkpointing": True}]),
-        slow(2, [*SHARDED, {**SHARDED[2], "checkpointing": True}]),
-        slow(4, SHARDED),
+        faults(2, [*SHARDED, {**SHARDED[2], "checkpointing": True}]),
+        faults(4, SHARDED),
     ],
     ids=["2 ranks", "2 ranks, other stages", "4 ranks"],
 )
@@ -162,12 +162,12 @@ def resumed(world: World, path: Path, folder: Path, case: Case) -> tuple[list[tu
     ("writes", "reads"),
     [
         ((2, {"stage": 3, "experts": 2}), (1, {"stage": 0})),
-        slow((2, {"stage": 2, "experts": 2}), (2, {"stage": 3})),
-        slow((2, {"stage": 1, "experts": 2, "dtype": "bfloat16"}), (1, {"stage": 1, "dtype": "bfloat16"})),
+        faults((2, {"stage": 2, "experts": 2}), (2, {"stage": 3})),
+        faults((2, {"stage": 1, "experts": 2, "dtype": "bfloat16"}), (1, {"stage": 1, "dtype": "bfloat16"})),
         ((1, {"stage": 0}), (2, {"stage": 0, "experts": 2})),
-        slow((2, {"stage": 1}), (4, {"stage": 3, "experts": 2})),
-        slow((4, {"stage": 2, "experts": 2}), (4, {"stage": 2, "experts": 4})),
-        slow((4, {"stage": 0, "experts": 2}), (2, {"stage": 1, "experts": 2})),
+        faults((2, {"stage": 1}), (4, {"stage": 3, "experts": 2})),
+        faults((4, {"stage": 2, "experts": 2}), (4, {"stage": 2, "experts": 4})),
+        faults((4, {"stage": 0, "experts": 2}), (2, {"stage": 1, "experts": 2})),
     ],
     ids=str,
 )
@@ -358,10 +358,10 @@ def stage_of(step: str, stage: int) -> list[str]:
 @pytest.mark.parametrize(
     ("step", "stage"),
     [
-        slow("grpo", 2),
-        slow("grpo", 3),
-        slow("sft", 2),
-        slow("sft", 3),
+        faults("grpo", 2),
+        faults("grpo", 3),
+        faults("sft", 2),
+        faults("sft", 3),
         slow("ppo", 2),
         *(faults(*case) for case in [("reward", 2), ("adapters", 2), ("tensor parallel", 2), ("async", 3)]),
     ],
@@ -385,7 +385,7 @@ def test_a_step_does_not_depend_on_who_has_the_experts(
 @pytest.mark.parametrize(
     ("step", "stage"),
     [
-        slow("sft", 3),
+        faults("sft", 3),
         *(faults(*case) for case in (("sft", 2), ("grpo", 3), ("ppo", 2))),
         slow("grpo", 2),
     ],

@@ -168,7 +168,7 @@ def test_an_update_does_not_depend_on_how_it_is_cut(
 
 
 @pytest.mark.parametrize("together", ["sequence_parallel", "tensor_parallel"])
-@pytest.mark.parametrize("ranks", [2, slow(4)])
+@pytest.mark.parametrize("ranks", [2, faults(4)])
 def test_an_update_does_not_depend_on_ranks_that_compute_together(
     ranks: int,
     together: str,

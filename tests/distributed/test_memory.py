@@ -69,7 +69,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_no_rank_holds_a_whole_model(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # glibc keeps freed blocks for later unless they are mapped; what it keeps is not held by anyone.

@@ -15,8 +15,8 @@ from tests.support.steps import MODULES, run_outputs, step_line, write_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.faults)])
-@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.faults
 def test_a_pipeline_that_receives_sigterm_saves_and_resumes(processes: int, model_folder: Path, tmp_path: Path) -> None:
     rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     line = pipeline_line(output, model_folder, rows)

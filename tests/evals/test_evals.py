@@ -80,6 +80,7 @@ def _pairs(row: Any) -> list[Any]:
     return [value if isinstance(value, list) else [value] for value in values]
 
 
+@pytest.mark.faults
 def test_inspect_has_the_answers_of_its_own_provider(served: tuple[str, Path]) -> None:
     """Conversations, rendered by the template: greedy answers and the accuracy are equal."""
     result = evaluated("inspect_run.py", served)

@@ -55,8 +55,8 @@ def still_alive(processes: Sequence[psutil.Process], *, seconds: float) -> list[
 @pytest.mark.parametrize(
     "start",
     [
-        *(slow(name) for name in [*STARTS][:2]),
-        *(faults(name) for name in [*STARTS][2:]),
+        slow("torchrun"),
+        *(faults(name) for name in STARTS if name != "torchrun"),
     ],
 )
 def test_ranks_save_and_stop_when_their_launcher_is_killed(start: str, model_folder: Path, tmp_path: Path) -> None:

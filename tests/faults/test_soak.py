@@ -60,7 +60,7 @@ def soak(
             assert last <= first * bound, (rank, what, first, last)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_hundred_steps_use_no_more_than_forty(model_folder: Path, tmp_path: Path) -> None:
     warm, end = slice(40, 60), slice(-20, None)
     soak(100, ranks=1, warm=warm, end=end, growth=0.05, asynchronous=True, model=model_folder, folder=tmp_path)

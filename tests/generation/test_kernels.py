@@ -261,7 +261,8 @@ def test_heads_are_normed(name: str, normed: str, everywhere: None, on_the_devic
     "name",
     [
         "qwen3_5",
-        *named("gpt_oss, deepseek_v3", pytest.mark.slow),
+        *named("gpt_oss", pytest.mark.slow),
+        *named("deepseek_v3", pytest.mark.faults),
         *named("llama of three heads, gemma2, gemma4 that shares keys, qwen3_moe, granite 4", pytest.mark.faults),
         *named("jamba, mistral, gemma3, qwen3, falcon rw, opt, pythia, gemma4, bloom, llama4", pytest.mark.faults),
         *named("llama4 in one chunk, gemma4 whose keys are values, deepseek_v2, minicpm3", pytest.mark.faults),

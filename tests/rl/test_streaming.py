@@ -41,7 +41,7 @@ from tests.support.ahead import (
     trained_logprobs,
 )
 from tests.support.faults import Point, run_step
-from tests.support.marks import slow
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_main, run_mains
 from tests.support.steps import write_lines
 from tests.support.tiny import tiny_model
@@ -314,13 +314,14 @@ def test_an_order_is_repeated_where_a_turn_arrives_when_the_step_is_about_to_end
     assert second.take_order() == order
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placed", "kind", "name"),
     [
-        *((placed, "path", "SlowTool") for placed in PLACED),
+        slow("a sampler", "path", "SlowTool"),
+        *(faults(placed, "path", "SlowTool") for placed in PLACED if placed != "a sampler"),
         # requests span several time slices of a batch, and are broadcast to the ranks that share the model
-        *((placed, "program", "play_slowly") for placed in [*PLACED][:3]),
+        slow("one rank", "program", "play_slowly"),
+        *(faults(placed, "program", "play_slowly") for placed in [*PLACED][1:3]),
     ],
 )
 def test_episodes_stream_and_an_order_repeats_them(

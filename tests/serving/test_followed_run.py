@@ -21,6 +21,7 @@ from hybrid_rlhf.runtime.world import World
 from hybrid_rlhf.serving.followed_run import newest_checkpoint, read_trained
 from tests.support.clock import wait_until
 from tests.support.engines import actor_spec, train_step
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
 from tests.support.runs import rl_line, run_python, sft_line
 from tests.support.serving import KEY, server_process
@@ -86,8 +87,7 @@ def test_weights_of_another_size_are_refused(model_folder: Path, tmp_path: Path)
         read_trained(smaller, checkpoint)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["weights", "adapter"])
+@pytest.mark.parametrize("kind", [slow("weights"), faults("adapter")])
 def test_a_run_is_followed_to_its_newest_checkpoint(
     kind: str, model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
