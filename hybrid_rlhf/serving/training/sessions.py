@@ -1,7 +1,7 @@
-"""The clients of a server: who they are, when they were last seen, and when what they have ends.
+"""The clients of a server: who they are, when they were last seen, and when what belongs to them is deleted.
 
 The models of a session leave the engine when it has finished or was not seen for some time (worker.py). What is left of
-it ends `KEPT_SECONDS` after its last sign of life, a heartbeat or a command; what was saved by name stays.
+it is deleted `KEPT_SECONDS` after its last heartbeat or command, except for named checkpoints.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Sessions:
         self._records = records
         self._by_id = {session_id: Session(**record) for session_id, record in records.items()}
         for session_id, session in self._by_id.items():
-            # a client whose server was not there has some time to come back
+            # after a restart a client has an hour to reconnect
             session.last_seen -= min(records.age(session_id), KEPT_SECONDS - _NOTED_SECONDS)
 
     def create(self, tenant: Tenant, metadata: JsonObject | None) -> str:
