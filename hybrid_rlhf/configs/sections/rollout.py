@@ -275,6 +275,11 @@ class RolloutConfig(Settings):
         time; 0 if they alternate."""
         return self.policy_lag if self.streaming is None else min(1, self.streaming.max_lag)
 
+    @property
+    def samples_while_training(self) -> bool:
+        """True if completions run on while their weights change (streaming); without a lag none is running then."""
+        return self.streaming is not None and self.streaming.max_lag > 0
+
     def recorded_prompts(self, prompts: int) -> int:
         """Number of prompts, out of `prompts`, whose completions have their experts recorded: all of them if training
         replays the experts, else those that are compared (`rollout/router_agreement`)."""
@@ -290,8 +295,7 @@ class RolloutConfig(Settings):
     @property
     def samples_older(self) -> bool:
         """True if weights of earlier steps sample some of the tokens that a step trains on."""
-        streams = self.streaming is not None and self.streaming.max_lag > 0
-        return self.policy_lag > 0 or self.partial is not None or streams
+        return self.policy_lag > 0 or self.partial is not None or self.samples_while_training
 
     @property
     def samples_otherwise(self) -> bool:

@@ -74,7 +74,7 @@ class ResidencyRules:
     """auto: false on the actor's ranks, true on separate ranks of the sampler."""
     policy_lag: int = 0
     streams: bool = False
-    """True with `rollout.streaming`: a sampler on separate ranks samples in all phases."""
+    """True with `rollout.streaming` and a lag: a sampler on separate ranks samples in all phases."""
     optimizers_on_host: Collection[str] = ()
     """Roles with `zero.offload_optimizer`."""
     parameters_on_host: Collection[str] = ()
@@ -110,7 +110,7 @@ class ResidencyRules:
             rollout.offload_states,
             rollout.keep_weights,
             rollout.policy_lag,
-            rollout.streaming is not None,
+            rollout.samples_while_training,
             optimizers_on_host,
             parameters_on_host,
             cuda and rollout.cuda_graphs and rollout.policy_lag <= 1,

@@ -43,8 +43,6 @@ T = TypeVar("T")
 class SeparateSampler:
     """A SamplingEngine for an actor on other ranks."""
 
-    samples_while_training = True
-
     def __init__(
         self,
         actor: HybridEngine | None,
@@ -78,6 +76,7 @@ class SeparateSampler:
         self._union = union
         self._actor = actor
         self._rollout = rollout or RolloutConfig()
+        self.samples_while_training = self._rollout.samples_while_training
         # it may sample while frozen roles compute, possibly in groups of the same ranks
         overlaps = self._rollout.policy_lag > 0 or self._rollout.streaming is not None
         self.generation_world = world.split(self._rollout.tensor_parallel, own=overlaps)
@@ -114,7 +113,7 @@ class SeparateSampler:
         )
         group = self.generation_world if self.world.is_member else None
         # running completions of a stream keep their cache when packed weights are built anew
-        release = (lambda: None) if rollout.streaming is not None else self._release_cache
+        release = (lambda: None) if self.samples_while_training else self._release_cache
         plane = WeightPlane(self._actor, settings, union=union, group=group, release=release)
         quantised = rollout.quantization is not None
         model = plane.model
@@ -225,8 +224,8 @@ class SeparateSampler:
         It is entered after the actor's last update before a rollout, by every rank of actor and sampler. The context
         does nothing, and is of None, if the weights have no memory before the rollout, or older ones still sample.
         """
-        streams = self._rollout.streaming is not None
-        if self.plane is None or self._rollout.policy_lag or streams or not self._keeps:
+        overlaps = self._rollout.policy_lag or self.samples_while_training
+        if self.plane is None or overlaps or not self._keeps:
             return contextlib.nullcontext()
         return self.plane.ahead()
 
