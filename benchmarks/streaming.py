@@ -2,9 +2,9 @@
 
     python -m benchmarks.streaming [--ranks 4] [--samplers 2] [--prompts 8] [--max_lag 4] [--json FILE]
 
-GRPO of a random model (--layers of --hidden) on `ranks` ranks, of which `samplers` sample. An episode has three turns;
-the tool of each sleeps for a log-normal time (median 0.3 s, sigma 1) that depends on the prompt alone. The first three
-steps of a run do not count. Runs by turns, each kind several times.
+GRPO of a random model (--layers of --hidden) on `ranks` ranks, of which `samplers` sample. An episode has three turns of
+--turn_tokens; the tool of each sleeps for a log-normal time (median 0.3 s, sigma 1) that depends on the prompt alone.
+The first three steps of a run do not count. Runs by turns, each kind several times.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ TURNS = 3
 MEDIAN_SECONDS = 0.3
 SIGMA = 1.0
 _WARM_UP = 3
+_TOOL_TOKENS = 18
+"""Room for the tokens of a tool's answer, of which a turn has one."""
 
 
 class SleepingTool:
@@ -52,8 +54,8 @@ def run(folder: Path, model: Path, rows: Path, options: argparse.Namespace, more
         *f"--output_dir {folder}/run --train.max_steps {options.steps} --logging.sinks []".split(),
         *"--train.eval_every 1000 --data.max_eval_rows 4 --rollout.sampling.n 4".split(),
         *f"--rollout.prompts_per_step {options.prompts}".split(),
-        *"--rollout.sampling.max_new_tokens 150 --rollout.max_prompt_tokens 48".split(),
-        *"--environment.max_turn_tokens 32".split(),
+        *f"--rollout.sampling.max_new_tokens {TURNS * (options.turn_tokens + _TOOL_TOKENS)}".split(),
+        *f"--rollout.max_prompt_tokens 48 --environment.max_turn_tokens {options.turn_tokens}".split(),
         *"--environment.threads 640 --rollout.kv_cache_gib 0.5 --algorithm.mini_batches 1".split(),
         *f"--environment.path {Path(__file__)}:SleepingTool".split(),
         *more,
@@ -111,6 +113,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--samplers", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a step, with 4 completions each")
+    parser.add_argument("--turn_tokens", type=int, default=32)
     parser.add_argument("--kinds", type=int, nargs="+", default=[0, 1, 2, 3], help="numbers of the kinds to run")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--max_lag", type=int, default=4)
