@@ -61,6 +61,7 @@ class BoardWorkspace:
         self.presets = Presets(self.folders, self.summaries)
         self.models = SavedModels(self.folders, self.summaries, config.models)
         self.preferences = Preferences(self.folders.roots[0])
+        self._run_estimates = Estimates()  # a form's end each other
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="board-plans")
         self._plans: OrderedDict[str, dict[str, float] | None] = OrderedDict()
         self._metrics: OrderedDict[str, MetricsFile] = OrderedDict()
@@ -78,6 +79,7 @@ class BoardWorkspace:
         self._watcher.close()
         self._planner.shutdown(wait=False, cancel_futures=True)
         self.estimates.close()
+        self._run_estimates.close()
         self.jobs.close()
         self.chats.close()
 
@@ -113,7 +115,7 @@ class BoardWorkspace:
         if summary["command"] is None or summary["model"] is None:
             return
         with contextlib.suppress(UserError):  # a model that is no longer here
-            plan = self.estimates.plan(summary["command"], {**config, "resume": "never"}, world_size(run.folder))
+            plan = self._run_estimates.plan(summary["command"], {**config, "resume": "never"}, world_size(run.folder))
             with self._lock:
                 if run.id in self._plans:
                     self._plans[run.id] = {phase["phase"]: phase["gib"] for phase in plan["memory"]}

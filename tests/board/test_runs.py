@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -311,7 +314,7 @@ def test_only_the_plans_of_the_last_runs_are_kept(tmp_path: Path, monkeypatch: p
         write_run(tmp_path / f"run_{number}")
     workspace = workspace_of(tmp_path)
     plan = {"memory": [{"phase": "training", "gib": 1.0, "fits": True}], "step_seconds": None}
-    monkeypatch.setattr(workspace.estimates, "plan", lambda *_: plan)
+    monkeypatch.setattr(workspace._run_estimates, "plan", lambda *_: plan)
     runs = workspace.folders.all()
     for run in runs:
         assert workspace.memory_plan(run) is None
@@ -319,4 +322,32 @@ def test_only_the_plans_of_the_last_runs_are_kept(tmp_path: Path, monkeypatch: p
     assert len(workspace._plans) == 16
     workspace.forget(runs[-1])
     assert len(workspace._plans) == 15
+    workspace._planner.shutdown()
+
+
+def test_the_estimate_of_a_form_does_not_end_the_plan_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run never had a plan then."""
+    write_run(tmp_path / "run")
+    workspace = workspace_of(tmp_path)
+    (run,) = workspace.folders.all()
+    started = []
+
+    @contextlib.contextmanager
+    def planned(*_: object) -> Iterator[subprocess.Popen[bytes]]:
+        seconds = 0 if started else 1
+        code = f"""
+import time
+time.sleep({seconds})
+print('{{"memory": [{{"phase": "a", "total": 1073741824, "fits": true}}]}}')"""
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        started.append(process)
+        yield process
+
+    monkeypatch.setattr("hybrid_rlhf.board.processes.estimates.json_command", planned)
+    assert workspace.memory_plan(run) is None
+    wait_until(lambda: bool(started))
+    assert workspace.estimates.of_form("sft", {"model.path": "m"})["problem"] is None
+    wait_until(lambda: workspace.memory_plan(run) == {"a": 1.0})
     workspace._planner.shutdown()
