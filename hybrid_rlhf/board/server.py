@@ -15,7 +15,7 @@ from hybrid_rlhf.board.events import EventHub
 from hybrid_rlhf.board.routes.app import build_app
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.commands.board import BoardConfig
-from hybrid_rlhf.serving.web import WebServer, bound_socket, url_of
+from hybrid_rlhf.serving.web import WebServer, bound_socket
 
 _SHUTDOWN_SECONDS = 3
 
@@ -23,7 +23,7 @@ _SHUTDOWN_SECONDS = 3
 class BoardServer(WebServer):
     """At shutdown first closes the event streams, which would never end by themselves."""
 
-    def __init__(self, app: FastAPI, hub: EventHub, started: Callable[[], None]) -> None:
+    def __init__(self, app: FastAPI, hub: EventHub, started: Callable[[str], None]) -> None:
         super().__init__(app, closing_seconds=_SHUTDOWN_SECONDS, started=started)
         self._hub = hub
 
@@ -47,12 +47,11 @@ def run_board(config: BoardConfig, load: Load, load_scorer: LoadScorer, report: 
     """
     workspace = BoardWorkspace(config, Chats(load, load_scorer))
     listener = bound_socket(config.host, config.port)
-    url = f"{url_of(*listener.getsockname()[:2])}/"
 
-    def started() -> None:
-        report(len(workspace.folders.all()), f"{url}{'?token=...' if config.token else ''}")
+    def started(url: str) -> None:
+        report(len(workspace.folders.all()), f"{url}/{'?token=...' if config.token else ''}")
         if config.open:
-            shown = url if config.token is None else f"{url}?token={config.token}"
+            shown = f"{url}/" if config.token is None else f"{url}/?token={config.token}"
             threading.Thread(target=webbrowser.open, args=(shown,), daemon=True).start()
 
     app = build_app(workspace, config)

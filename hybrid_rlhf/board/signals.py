@@ -7,8 +7,9 @@ Each rule names its source and reports its numbers. The thresholds are conventio
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,18 +20,6 @@ from hybrid_rlhf.loop.advice.advisor import advice_text
 from hybrid_rlhf.loop.advice.curves import Curves
 from hybrid_rlhf.loop.advice.rules import RULES
 
-REPEATED_NOW = 0.2
-"""Fraction of repeated 4-grams; in human text it is about a twentieth."""
-REPEATED_MORE = 0.1
-"""Growth of this fraction since the first step."""
-SAME_NOW = 0.5
-"""Fraction of a step's completions with the same text, over all prompts."""
-SAME_MORE = 0.25
-"""Growth of this fraction since the first step."""
-COPIED_NOW = 0.5
-"""Fraction of a completion's word pairs that are in its prompt."""
-COPIED_MORE = 0.25
-"""Growth of this fraction since the first step."""
 _GRAM = 4
 _PAIR = 2
 _FEWEST_PROMPTS = 4
@@ -97,78 +86,58 @@ def _in_metrics(lines: Sequence[Mapping[str, float]]) -> Iterator[Signal]:
                 yield Signal(rule.name, severity, curves.step, what, [], rule.source)
 
 
+@dataclass(frozen=True)
+class _SampleRule:
+    """A part of each sample that grows: its mean over a step is compared with that of the first step."""
+
+    name: str
+    parts: Callable[[SampledStep], Sequence[float]]
+    """The part of each sample of a step; empty for a step that does not show it."""
+    least: float
+    """Mean from which on the rule applies."""
+    growth: float
+    """Least growth of the mean since the first step."""
+    what: str
+    """Names the mean in a sentence."""
+    label: str
+    source: str
+    alert_from: float = 0.0
+    """Mean from which on it is an alert."""
+
+    def check(self, first: SampledStep, last: SampledStep) -> Iterator[Signal]:
+        """The finding, if the rule applies to two steps."""
+        parts = [self.parts(first), self.parts(last)]
+        before, now = (float(np.mean(of_step)) if len(of_step) else 0.0 for of_step in parts)
+        if all(map(len, parts)) and now >= self.least and now - before >= self.growth:
+            values = np.asarray(parts[1], float)
+            places = np.argsort(-values, kind="stable")[: np.count_nonzero(values)]
+            yield Signal(
+                self.name,
+                "alert" if now >= self.alert_from else "warning",
+                last.step,
+                f"{now:.0%} of {self.what}, {before:.0%} in step {first.step}",
+                [
+                    {"label": f"{self.label} at first", "value": before},
+                    {"label": f"{self.label} now", "value": now},
+                    *last.evidence(places),
+                ],
+                self.source,
+            )
+
+
 def _in_samples(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
-    """Findings of the rules for samples at each step but the first, from it and the earlier ones."""
-    for count in range(2, len(sampled) + 1):
-        for rule in (repeated_phrases, same_answer, copied_prompts):
-            yield from rule(sampled[:count])
+    """Findings of the rules for samples at each step but the first."""
+    for last in sampled[1:]:
+        for rule in _SAMPLE_RULES:
+            yield from rule.check(sampled[0], last)
 
 
-def repeated_phrases(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
-    """Completions repeat themselves more than at the beginning."""
-    first, last = sampled[0], sampled[-1]
-    before = float(np.mean([*map(repeated_part, first.texts)]))
-    parts = [*map(repeated_part, last.texts)]
-    now = float(np.mean(parts))
-    if now >= REPEATED_NOW and now - before >= REPEATED_MORE:
-        yield Signal(
-            "repeated phrases",
-            "alert" if now >= 2 * REPEATED_NOW else "warning",
-            last.step,
-            f"{now:.0%} of the {_GRAM}-grams of a completion are repeated, {before:.0%} in step {first.step}",
-            [
-                {"label": "repeated part at first", "value": before},
-                {"label": "repeated part now", "value": now},
-                *last.evidence(np.argsort(parts)[::-1]),
-            ],
-            "Welleck et al. 2019, Neural text generation with unlikelihood training, arXiv 1908.04319 (seq-rep-4)",
-        )
-
-
-def same_answer(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
-    """Most completions of a step are the same, for different prompts."""
-    first, last = sampled[0], sampled[-1]
-    if min(len({*step.prompts}) for step in (first, last)) < _FEWEST_PROMPTS:
-        return
-    ((_, count_before),) = Counter(first.texts).most_common(1)
-    ((answer, count),) = Counter(last.texts).most_common(1)
-    before = count_before / len(first.texts)
-    now = count / len(last.texts)
-    if now < SAME_NOW or now - before < SAME_MORE:
-        return
-    yield Signal(
-        "same answer to all prompts",
-        "alert",
-        last.step,
-        f"{now:.0%} of the completions are the same text, {before:.0%} in step {first.step}",
-        [
-            {"label": "part of the completions at first", "value": before},
-            {"label": "part of the completions now", "value": now},
-            *last.evidence(place for place, text in enumerate(last.texts) if text == answer),
-        ],
-        "Kirk et al. 2023, Understanding the effects of RLHF on LLM generalisation and diversity, arXiv 2310.06452",
-    )
-
-
-def copied_prompts(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
-    """Completions repeat their prompts more than at the beginning."""
-    first, last = sampled[0], sampled[-1]
-    before = float(np.mean([*map(copied_part, first.texts, first.prompts)]))
-    parts = [*map(copied_part, last.texts, last.prompts)]
-    now = float(np.mean(parts))
-    if now >= COPIED_NOW and now - before >= COPIED_MORE:
-        yield Signal(
-            "prompt copied",
-            "warning",
-            last.step,
-            f"{now:.0%} of the word pairs of a completion are in its prompt, {before:.0%} in step {first.step}",
-            [
-                {"label": "copied part at first", "value": before},
-                {"label": "copied part now", "value": now},
-                *last.evidence(np.argsort(parts)[::-1]),
-            ],
-            "Pan et al. 2022, The effects of reward misspecification, arXiv 2201.03544",
-        )
+def _most_common(step: SampledStep) -> Sequence[float]:
+    """1 for the samples that have the most common text; of a step with few prompts the text says nothing."""
+    if len({*step.prompts}) < _FEWEST_PROMPTS:
+        return []
+    ((answer, _),) = Counter(step.texts).most_common(1)
+    return [float(text == answer) for text in step.texts]
 
 
 def repeated_part(text: str) -> float:
@@ -187,3 +156,37 @@ def copied_part(text: str, prompt: str) -> float:
 def _grams(text: str, size: int) -> list[tuple[str, ...]]:
     words = text.split()
     return [tuple(words[place : place + size]) for place in range(len(words) - size + 1)]
+
+
+_SAMPLE_RULES = (
+    _SampleRule(
+        "repeated phrases",
+        lambda step: [*map(repeated_part, step.texts)],
+        least=0.2,  # in human text it is about a twentieth
+        growth=0.1,
+        alert_from=0.4,
+        what=f"the {_GRAM}-grams of a completion are repeated",
+        label="repeated part",
+        source="Welleck et al. 2019, Neural text generation with unlikelihood training, arXiv 1908.04319 (seq-rep-4)",
+    ),
+    _SampleRule(
+        "same answer to all prompts",
+        _most_common,
+        least=0.5,
+        growth=0.25,
+        what="the completions are the same text",
+        label="part of the completions",
+        source="Kirk et al. 2023, Understanding the effects of RLHF on LLM generalisation and diversity, "
+        "arXiv 2310.06452",
+    ),
+    _SampleRule(
+        "prompt copied",
+        lambda step: [*map(copied_part, step.texts, step.prompts)],
+        least=0.5,
+        growth=0.25,
+        alert_from=math.inf,
+        what="the word pairs of a completion are in its prompt",
+        label="copied part",
+        source="Pan et al. 2022, The effects of reward misspecification, arXiv 2201.03544",
+    ),
+)

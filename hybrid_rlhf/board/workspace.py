@@ -34,7 +34,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 
 _MOST_OPEN = 16
-"""Number of runs whose curves and samples are kept in memory."""
+"""Number of runs whose curves, samples and plans are kept in memory."""
 _SIGNAL_STEPS = 12
 """Number of steps whose samples are examined."""
 _SIGNAL_TEXTS = 64
@@ -61,8 +61,9 @@ class BoardWorkspace:
         self.presets = Presets(self.folders, self.summaries)
         self.models = SavedModels(self.folders, self.summaries, config.models)
         self.preferences = Preferences(self.folders.roots[0])
+        self._run_estimates = Estimates()  # a form's end each other
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="board-plans")
-        self._plans: dict[str, dict[str, float] | None] = {}
+        self._plans: OrderedDict[str, dict[str, float] | None] = OrderedDict()
         self._metrics: OrderedDict[str, MetricsFile] = OrderedDict()
         self._samples: OrderedDict[str, Samples] = OrderedDict()
         self._lock = threading.Lock()
@@ -78,6 +79,7 @@ class BoardWorkspace:
         self._watcher.close()
         self._planner.shutdown(wait=False, cancel_futures=True)
         self.estimates.close()
+        self._run_estimates.close()
         self.jobs.close()
         self.chats.close()
 
@@ -101,11 +103,11 @@ class BoardWorkspace:
 
     def memory_plan(self, run: RunFolder) -> dict[str, float] | None:
         """Planned GiB of each phase; None until the plan is made, or if it cannot be made."""
-        with self._lock:
-            if run.id not in self._plans:
-                self._plans[run.id] = None
-                self._planner.submit(self._plan, run)
-            return self._plans[run.id]
+
+        def begin() -> None:
+            self._planner.submit(self._plan, run)
+
+        return self._kept(self._plans, run, begin)
 
     def _plan(self, run: RunFolder) -> None:
         summary = self.summaries.summary(run)
@@ -113,8 +115,10 @@ class BoardWorkspace:
         if summary["command"] is None or summary["model"] is None:
             return
         with contextlib.suppress(UserError):  # a model that is no longer here
-            plan = self.estimates.plan(summary["command"], {**config, "resume": "never"}, world_size(run.folder))
-            self._plans[run.id] = {phase["phase"]: phase["gib"] for phase in plan["memory"]}
+            plan = self._run_estimates.plan(summary["command"], {**config, "resume": "never"}, world_size(run.folder))
+            with self._lock:
+                if run.id in self._plans:
+                    self._plans[run.id] = {phase["phase"]: phase["gib"] for phase in plan["memory"]}
             self.hub.publish("runs", {})
 
     def signals(self, run: RunFolder) -> list[Signal]:
@@ -147,6 +151,7 @@ class BoardWorkspace:
         """Close a run that was deleted, and remove its index."""
         with self._lock:
             self._metrics.pop(run.id, None)
+            self._plans.pop(run.id, None)
             samples = self._samples.pop(run.id, None)
         (samples.index if samples else SampleIndex(run)).remove()
 

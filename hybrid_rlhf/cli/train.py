@@ -18,7 +18,6 @@ from typing import Any, NoReturn, TypeVar
 from hybrid_rlhf.cli.runs.hosts import LOST_CODE, RESTART_WAIT_SECONDS, require_hosts
 from hybrid_rlhf.cli.runs.processes import CommandEnd, launcher, launcher_environment, local_ranks, tee
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.pipeline import (
     FOLDERS,
     STEP_NAMES,
@@ -32,6 +31,7 @@ from hybrid_rlhf.runtime.command_line import (
     INTERRUPTED_EXIT_CODE,
     PACKAGE,
     USER_ERROR_CODE,
+    changed_settings,
     is_first_rank,
     parse_config,
     read_config,
@@ -45,12 +45,6 @@ from hybrid_rlhf.runtime.placement import placed_roles, resolve_placement
 
 PipelineT = TypeVar("PipelineT", bound=PipelineConfig)
 DEMO = PACKAGE / "configs" / "commands" / "demo.yaml"
-MODULES = {
-    "sft": "hybrid_rlhf.cli.sft",
-    "reward": "hybrid_rlhf.cli.reward",
-    "preference": "hybrid_rlhf.cli.preference",
-    "rl": "hybrid_rlhf.cli.rl",
-}
 SIGNALS = {
     -signal.SIGKILL: "it was killed, most likely by the kernel because host memory ran out: see dmesg and hybrid-rlhf "
     "plan",
@@ -221,7 +215,7 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     settings = logs / f"{FOLDERS[name]}.yaml"
     log = logs / f"{FOLDERS[name]}.log"
-    command = [*launcher(config.launcher), MODULES[name], "--config", str(settings)]
+    command = [*launcher(config.launcher), f"hybrid_rlhf.cli.{name}", "--config", str(settings)]
     start = time.monotonic()
     for attempt in range(config.launcher.restarts + 1):
         if _resumes(folder, step.resume):
@@ -299,9 +293,3 @@ def _is_done(step: Any) -> bool:
             "remove the folder, or set another --output_dir"
         )
     return (folder / "finished.json").exists()
-
-
-def changed_settings(step: Any) -> list[str]:
-    """Keys whose values differ from the run in the folder of a step; those that do not affect results are ignored."""
-    file = Path(step.output_dir) / "config.yaml"
-    return changed_keys(type(step), read_config(file), read_config(step)) if file.exists() else []

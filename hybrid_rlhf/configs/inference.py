@@ -109,21 +109,35 @@ class GenerateConfig(InferenceConfig):
         )
 
 
-class ServeConfig(InferenceConfig):
-    """Serve a model over HTTP with OpenAI's API, or a reward model that scores conversations."""
+class ServerConfig(SavedModelConfig):
+    """A saved model, and the server that requests reach it by."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0: all interfaces. An address that other machines can reach needs an api_key."""
+    """Address to listen on; 0.0.0.0: all interfaces. An address that other machines can reach needs a key."""
     port: Port = 8000
     """Port to listen on; 0: any free port."""
+    model_name: str | None = None
+    """Name of the model in requests; null: its path."""
+    max_batch_rows: Count = 64
+    """Maximum number of completions decoded together."""
+    shutdown_seconds: Count = advanced(30)
+    """Time for requests to finish after SIGTERM or SIGINT."""
+
+    @property
+    def served_name(self) -> str:
+        """Name of the model in requests."""
+        return self.model_name or self.path.rstrip("/")
+
+
+class ServeConfig(ServerConfig):
+    """Serve a model over HTTP with OpenAI's API, or a reward model that scores conversations."""
+
     api_key: str | None = None
     """Required bearer token of requests, usually ${NAME} of an environment variable; null: none."""
     cors_origins: list[str] = advanced([])
     """Origins of pages on other sites that may send requests, such as https://app.example; empty: none may."""
     access_log: bool = advanced(False)
     """Log method, path, status and seconds of each request on stderr."""
-    model_name: str | None = None
-    """Name of the model in requests; null: its path."""
     adapters: dict[str, str] = {}
     """LoRA adapters of the model: peft folders by the names that requests use."""
     adapters_from: str | None = advanced(None)
@@ -136,15 +150,11 @@ class ServeConfig(InferenceConfig):
     max_queue: Natural = 256
     """Maximum number of waiting completions, and of waiting requests for scores; further requests are rejected with
     status 429."""
-    max_batch_rows: Count = 64
-    """Maximum number of completions decoded together."""
     max_sequence_tokens: _RowTokens = 4096
     """Maximum number of tokens of a prompt and its completion together."""
     kv_cache_gib: Positive | None = advanced(None)
     """Memory for keys and values, in GiB; null: the size for all rows at maximum length, at most 0.9 of the free memory
     of a GPU or 0.125 of that of a host, unless one row needs more."""
-    shutdown_seconds: Count = advanced(30)
-    """Time for requests to finish after SIGTERM or SIGINT."""
     sampling: SamplingParams = setting(SamplingParams(max_new_tokens=512), keys=_SERVE_KEYS)
     """Sampling parameters of requests that do not set their own."""
 
@@ -168,11 +178,6 @@ class ServeConfig(InferenceConfig):
             f"adapters_from needs an api_key, got {self.adapters_from} without one: give --api_key '${{NAME}}'",
         )
 
-    @property
-    def served_name(self) -> str:
-        """Name of the model in requests."""
-        return self.model_name or self.path.rstrip("/")
-
     def check_scores_alone(self) -> None:
         """Raise UserError for keys that have no effect when a reward model is served alone."""
         plain = ServeConfig(path=self.path)
@@ -185,28 +190,21 @@ class ServeConfig(InferenceConfig):
             )
 
 
-class TrainServerConfig(SavedModelConfig):
+class TrainServerConfig(ServerConfig):
     """Train and sample many adapters of one model over HTTP, with the API of Tinker's client."""
 
     output_dir: str = "train_server"
     """Folder of sessions, runs and checkpoints, which a server that starts again continues with."""
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0: all interfaces. An address that other machines can reach needs api_keys."""
     port: Port = 8077
-    """Port to listen on; 0: any free port."""
     api_keys: dict[str, str] = {}
     """Keys that clients must have, by the names of their tenants; each begins with tml- and is usually ${NAME} of an
     environment variable; none: any such key, for one tenant."""
-    model_name: str | None = None
-    """Name of the base model in requests; null: its path."""
     adapters: dict[str, str] = {}
     """Adapters that all clients may begin with: peft folders by NAME, as tinker://server/weights/NAME."""
     max_sequence_tokens: _RowTokens = 4096
     """Maximum number of tokens of a row, and of a prompt and its completion."""
     micro_batch_tokens: _RowTokens = 8192
     """Tokens of a packed forward and backward; the rows of all clients that wait take turns in it."""
-    max_batch_rows: Count = 64
-    """Maximum number of completions decoded together."""
     max_resident_adapters: Count = 16
     """Adapters in training that stay on the device, and as many for sampling; others wait in host memory or on disk."""
     kv_cache_gib: Positive | None = advanced(None)
@@ -224,8 +222,6 @@ class TrainServerConfig(SavedModelConfig):
     session_minutes: Positive = advanced(60.0)
     """Time without a heartbeat or a command of a client after which its models leave the server; their checkpoints
     stay."""
-    shutdown_seconds: Count = advanced(30)
-    """Time for requests to finish after SIGTERM or SIGINT."""
 
     def _check(self) -> None:
         require(
@@ -259,11 +255,6 @@ class TrainServerConfig(SavedModelConfig):
             )
         require(len(set(keys.values())) == len(keys), "api_keys must differ, got two equal ones: choose another")
         return keys
-
-    @property
-    def served_name(self) -> str:
-        """Name of the base model in requests."""
-        return self.model_name or self.path.rstrip("/")
 
 
 class JudgeConfig(Settings):

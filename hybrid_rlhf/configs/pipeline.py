@@ -113,6 +113,8 @@ class PipelineConfig(Settings):
         return sft if name != "sft" and ("sft" in self.step_names or has_model(sft)) else self.base_model
 
 
+STEPS: dict[str, type] = {name: type(getattr(PipelineConfig, name)) for name in STEP_NAMES}
+"""The config of each step."""
 MACHINES = ("b200", "h200", "h100", "a100", "a100-40g", "a800", "l40s", "a10g", "4090", "3090", "mi300x")
 """With data sheets (planning/machines/datasheets.py)."""
 

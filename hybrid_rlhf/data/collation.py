@@ -101,7 +101,7 @@ def collate_tokens(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) 
         for row in rows
         for sequence in row_sequences(row)
     ]
-    ids, attention = _pad([sequence["input_ids"] for sequence in sequences], pad_token_id)
+    ids, attention = padded([sequence["input_ids"] for sequence in sequences], pad_token_id)
     return TokenBatch(ids, attention, _loss_mask([sequence["loss_mask"] for sequence in sequences]))
 
 
@@ -180,20 +180,22 @@ def _completions(
         of_rows += [number] * count
         heads += [sequences.get("head", 0)] * count
     columns = map(torch.tensor, (ref_logprobs, of_rows, heads))
-    return CompletionBatch(*_pad(ids, pad_token_id), _loss_mask(masks), *columns), firsts
+    return CompletionBatch(*padded(ids, pad_token_id), _loss_mask(masks), *columns), firsts
 
 
 def _loss_mask(rows: Sequence[Sequence[bool]]) -> Tensor:
     """[B, T] bool; the first token has no predecessor that could predict it."""
-    mask = _pad(rows, 0)[0].bool()
+    mask = padded(rows, 0)[0].bool()
     mask[:, 0] = False
     return mask
 
 
-def _pad(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+def padded(
+    rows: Sequence[Sequence[int]], pad_token_id: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """Token ids [B, T] and the mask of tokens that are not padding."""
     ids = pad_sequence(
         [torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=pad_token_id
     )
     lengths = torch.tensor([len(row) for row in rows])
-    return ids, torch.arange(ids.shape[1]) < lengths[:, None]
+    return ids.to(device), (torch.arange(ids.shape[1]) < lengths[:, None]).to(device)

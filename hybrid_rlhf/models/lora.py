@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from hybrid_rlhf.models.four_bit import FourBitWeight, is_four_bit, plain_value
 from hybrid_rlhf.models.pretrained.adapters import LowRank
 from hybrid_rlhf.models.pretrained.folders import reading
 from hybrid_rlhf.models.pretrained.loading import Architecture
-from hybrid_rlhf.runtime.files.durable import flush
+from hybrid_rlhf.runtime.files.atomic import whole_folder
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftLoraConfig
@@ -228,27 +227,12 @@ def write_adapter_folder(
     folder: Path, weights: Mapping[str, Tensor], config: PeftLoraConfig, *, files: Mapping[str, bytes] | None = None
 ) -> None:
     """Write a peft folder from weights, config and further files; it appears once complete, and replaces another."""
-    beside = folder.with_name(f".{folder.name}.partial")
-    aside = folder.with_name(f".{folder.name}.before")  # what there was, until the new one is in its place
-    shutil.rmtree(beside, ignore_errors=True)  # left by an interrupted save
-    try:
+    with whole_folder(folder) as beside:
         beside.mkdir()
         save_file(dict(weights), beside / "adapter_model.safetensors", metadata={"format": "pt"})
         for name, content in (files or {}).items():
             (beside / name).write_bytes(content)
         config.save_pretrained(beside)
-        for file in beside.iterdir():
-            flush(file)
-        shutil.rmtree(aside, ignore_errors=True)
-        if folder.exists():
-            folder.rename(aside)
-        beside.rename(folder)
-        shutil.rmtree(aside, ignore_errors=True)
-    except Exception:
-        shutil.rmtree(beside, ignore_errors=True)  # free its space, which a full disk needs
-        if aside.exists() and not folder.exists():
-            aside.rename(folder)
-        raise
 
 
 @dataclass(frozen=True)

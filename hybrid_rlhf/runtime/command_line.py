@@ -19,10 +19,12 @@ from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import RankError, UserError
 from hybrid_rlhf.configs.parsing.building import build_config, derived_defaults, flat, plain, read_words
 from hybrid_rlhf.configs.parsing.help import Help
+from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.parsing.schema import Layer, resolve
 from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.disk import disk_fault
+from hybrid_rlhf.runtime.files.names import CONFIG_FILE
 from hybrid_rlhf.runtime.files.reading import read_text
 from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 
@@ -96,6 +98,12 @@ def child_environment(base: Mapping[str, str]) -> dict[str, str]:
 def read_config(config: Any) -> dict[str, Any]:
     """A config, or the file that save_config wrote, as dotted keys and plain values."""
     return flat(yaml.safe_load(config.read_text()) if isinstance(config, Path) else plain(config))
+
+
+def changed_settings(config: Any) -> list[str]:
+    """Keys whose values differ from the run in the folder of a step; those that do not affect results are ignored."""
+    file = Path(config.output_dir) / CONFIG_FILE
+    return changed_keys(type(config), read_config(file), read_config(config)) if file.exists() else []
 
 
 def save_config(config: Any, path: Path) -> None:

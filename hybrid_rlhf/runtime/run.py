@@ -18,11 +18,10 @@ from functools import partial
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.runtime.agreement import RankAgreement
-from hybrid_rlhf.runtime.command_line import read_config
+from hybrid_rlhf.runtime.command_line import changed_settings, read_config
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
@@ -240,7 +239,8 @@ def start_run(
         run: Run | None = None
         try:
             resume = effective_resume(config, world)
-            changed = _changed_if_finished(folder, config) if world.is_main else None
+            is_finished = world.is_main and (folder / FINISHED_FILE).exists()
+            changed = changed_settings(config) if is_finished else None
             if world.broadcast_object(resume == "auto" and changed == []):
                 if is_alone:
                     setup_logging(world)
@@ -374,17 +374,9 @@ def effective_resume(config: StepConfig, world: World) -> str:
     return "auto" if restarted else config.resume
 
 
-def _changed_if_finished(folder: Path, config: StepConfig) -> list[str] | None:
-    """The keys whose values differ from those of a finished run in the folder; None without a finished run."""
-    if not (folder / FINISHED_FILE).exists():
-        return None
-    file = folder / CONFIG_FILE
-    return changed_keys(type(config), read_config(file), read_config(config)) if file.exists() else []
-
-
 def _claim(folder: Path, resume: str, lock: FolderLock, changed: list[str] | None) -> str | None:
     """Lock the folder, or return why it cannot be used; `changed` are the keys that differ from a finished run."""
-    if resume not in _RESUME_MODES and not _is_checkpoint(resume) and not _is_model(resume):
+    if resume not in _RESUME_MODES and not (Path(resume) / MANIFEST).is_file() and not _is_model(resume):
         example = f"{folder}/{CHECKPOINTS}/step_N"
         return (
             f"resume must be never, auto, a checkpoint or a model folder, got {resume}, which is neither: "
@@ -411,10 +403,6 @@ def _claim(folder: Path, resume: str, lock: FolderLock, changed: list[str] | Non
 def _is_own(resume: str, folder: Path) -> bool:
     """Return True if `resume` is a checkpoint of the run in the folder."""
     return Path(resume).resolve().parent == (folder / CHECKPOINTS).resolve()
-
-
-def _is_checkpoint(resume: str) -> bool:
-    return (Path(resume) / MANIFEST).is_file()
 
 
 def _is_model(resume: str) -> bool:

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse
 from prometheus_client import Counter
@@ -19,9 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.serving.tracing import begin_span, end_span
-from hybrid_rlhf.serving.web import AccessRules
+from hybrid_rlhf.serving.web import AccessRules, limited
 
 access_log = logging.getLogger(f"{LOGGER_NAME}.access")
+access_log.setLevel(logging.WARNING)  # serve --access_log lowers it
 CLIENT_CLOSED = 499
 """Status to count for a client that has disconnected, which receives no status."""
 _OPEN_PATHS = ("/health", "/metrics")
@@ -51,7 +52,7 @@ class Admission(ABC):
     """Paths of requests that do not keep the server from stopping."""
 
     def __init__(
-        self, app: ASGIApp, requests: Counter, rules: AccessRules, activity: Activity, logs_requests: bool = False
+        self, app: ASGIApp, *, requests: Counter, rules: AccessRules, activity: Activity, max_body_bytes: int
     ) -> None:
         """Take the application.
 
@@ -60,13 +61,13 @@ class Admission(ABC):
             requests: counts by path and status.
             rules: hosts and origins that may ask.
             activity: of the server.
-            logs_requests: write a line of each request to the log.
+            max_body_bytes: largest body of a request.
         """
         self._app = app
         self._requests = requests
         self._rules = rules
         self._activity = activity
-        self._logs_requests = logs_requests
+        self._max_body_bytes = max_body_bytes
 
     @abstractmethod
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
@@ -91,7 +92,7 @@ class Admission(ABC):
         counts = refusal is None and scope["path"] not in self.open_paths
         self._activity.requests += counts
         try:
-            await (self._app if refusal is None else refusal)(scope, receive, counted)
+            await (self._app if refusal is None else refusal)(scope, limited(receive, self._max_body_bytes), counted)
         except asyncio.CancelledError:
             if not self._activity.stops:  # otherwise the client has not read its answer in time
                 raise
@@ -99,10 +100,9 @@ class Admission(ABC):
             self._activity.requests -= counts
             path = getattr(scope.get("route"), "path", "other")  # few values of a label, whatever clients request
             self._requests.labels(path, str(status)).inc()
-            if self._logs_requests:
-                seconds = time.perf_counter() - start
-                asked = scope["path"][:_MOST_LOGGED]
-                access_log.info("%s %r: status %d after %.3f s", scope["method"], asked, status, seconds)
+            seconds = time.perf_counter() - start
+            asked = scope["path"][:_MOST_LOGGED]
+            access_log.info("%s %r: status %d after %.3f s", scope["method"], asked, status, seconds)
             if span is not None:
                 end_span(span, scope["method"], path, status)
 
@@ -113,17 +113,9 @@ class KeyAdmission(Admission):
 
     open_paths = _OPEN_PATHS
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        requests: Counter,
-        rules: AccessRules,
-        activity: Activity,
-        logs_requests: bool,
-        api_key: str | None,
-    ) -> None:
-        """Take what Admission takes, and the key; none: requests need none."""
-        super().__init__(app, requests, rules, activity, logs_requests)
+    def __init__(self, app: ASGIApp, /, *, api_key: str | None, **settings: Any) -> None:
+        """Take the key, and what Admission takes; none: requests need none."""
+        super().__init__(app, **settings)
         self._api_key = api_key
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -115,14 +116,7 @@ class Answer:
             piece.reasoning = before.reasoning + rest.reasoning
             piece.calls = rest.calls
         choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        answer = {
-            **self._head,
-            "system_fingerprint": self.version,
-            "object": kind,
-            "choices": choices,
-            "usage": self._usage(),
-        }
+        answer = self._object("chat.completion", choices=choices, usage=self._usage())
         if self._is_chat and self._body.return_token_ids:
             answer["prompt_token_ids"] = self._job.prompts[0]
         return answer
@@ -132,23 +126,24 @@ class Answer:
         options = self._body.stream_options
         wants_tokens = self._body.alternatives is not None or self._body.return_token_ids
         usage = {"usage": None} if options is not None and options.include_usage else {}
-        head = {
-            **self._head,
-            "system_fingerprint": self.version,
-            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
-        }
+        chunk = partial(self._object, "chat.completion.chunk")
         if self._is_chat:
             ids = {"prompt_token_ids": self._job.prompts[0]} if self._body.return_token_ids else {}
             for index in range(len(self._streams)):
                 delta = {"role": "assistant", "content": ""}
                 choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
-                yield event({**head, **ids, "choices": [choice], **usage})
+                yield event(chunk(**ids, choices=[choice], **usage))
         async for index, part in self.parts(stream):
             if part.text or part.reasoning or part.finish_reason or wants_tokens:
-                yield event({**head, "choices": [self._choice(index, part, streamed=True)], **usage})
+                yield event(chunk(choices=[self._choice(index, part, streamed=True)], **usage))
         if usage:
-            yield event({**head, "choices": [], "usage": self._usage()})
+            yield event(chunk(choices=[], usage=self._usage()))
         yield "data: [DONE]\n\n"
+
+    def _object(self, kind: str, **content: Any) -> dict[str, Any]:
+        """An object of the API; `kind` is that of a chat."""
+        kind = kind if self._is_chat else "text_completion"
+        return {**self._head, "system_fingerprint": self.version, "object": kind, **content}
 
     async def parts(self, stream: TokenStream) -> AsyncIterator[tuple[int, AnswerPart]]:
         """Yield the parts of all choices, by index, one for each token; when the server stops, the rest of each."""

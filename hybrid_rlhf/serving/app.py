@@ -57,6 +57,7 @@ _STATUSES: dict[type[Exception], int] = {
     RequestFailed: 500,
 }
 """HTTP statuses of the errors of a request."""
+_MOST_BODY_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,6 @@ class Access:
     """Bearer token that requests to the API must send; None requires no token."""
     origins: Sequence[str] = ()
     """Origins of other sites whose pages may send requests."""
-    logs_requests: bool = False
-    """True if each request is logged."""
 
 
 def build_app(
@@ -146,14 +145,13 @@ def _bare_app(metrics: ServerMetrics, access: Access, activity: Activity | None,
     activity = activity or Activity()
     app = FastAPI(title="hybrid-rlhf serve", docs_url=None, redoc_url=None)
     add_error_answers(app, _STATUSES, _error_answer, internal="internal error, see the server's log: report it")
-    rules = AccessRules(access.host, access.origins)
     app.add_middleware(
         KeyAdmission,
-        requests=metrics.requests,
         api_key=access.api_key,
-        rules=rules,
+        requests=metrics.requests,
+        rules=AccessRules(access.host, access.origins),
         activity=activity,
-        logs_requests=access.logs_requests,
+        max_body_bytes=_MOST_BODY_BYTES,
     )
     if access.origins:  # the outermost middleware: errors need its headers too, and preflights have no key
         app.add_middleware(
@@ -168,10 +166,7 @@ def _bare_app(metrics: ServerMetrics, access: Access, activity: Activity | None,
             return error_response(503, "the server stops", "stopped")
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
-    async def counted() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
+    app.get("/metrics")(metrics.answer)
     return app
 
 

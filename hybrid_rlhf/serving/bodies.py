@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, Field, ValidationError
-from starlette.exceptions import HTTPException
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import nearest_hint, require_template_variables
@@ -37,7 +36,6 @@ _IGNORED = (
     *("reasoning_effort", "verbosity"),
 )
 """Keys without an effect on an answer of this server."""
-_MOST_BODY_BYTES = 32 * 2**20
 _MOST_VALUES = 2**20
 """Largest number of values in a body: parsing more blocks the interpreter for too long, on any thread."""
 _MOST_SAMPLES = 128
@@ -215,23 +213,28 @@ class GenerationBody(StrictBody):
             raise KeyRejected("prompt_logprobs", "needs stream false, got true: leave one out")
 
 
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
+class TemplateBody(StrictBody):
+    """Keys of a conversation, which the chat template reads besides its messages."""
 
-    messages: _Objects = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, le=MOST_INTEGER)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    """False limits the answer to one call."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST_VARIABLES)] | None = None
     """Variables of the chat template, besides those of the server."""
     add_generation_prompt: bool = True
     """False: the prompt does not open a turn of the assistant."""
     continue_final_message: bool = False
     """True: the prompt ends within the last message, which is the assistant's."""
+
+
+class ChatBody(GenerationBody, TemplateBody):
+    """POST /v1/chat/completions."""
+
+    messages: _Objects = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, le=MOST_INTEGER)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """False limits the answer to one call."""
     prompt_token_ids: _TokenIds | None = None
     """Tokens of the prompt, used in place of rendered messages, so that an agent's turns are never tokenized again."""
 
@@ -338,19 +341,15 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class TokenizeBody(StrictBody):
+class TokenizeBody(TemplateBody):
     """POST /tokenize."""
 
     model: str
     prompt: str | None = None
     messages: _Conversation | None = None
     """A conversation, in place of a prompt."""
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
     add_special_tokens: bool = True
     """Add the tokens that the tokenizer adds to plain text; a template writes its own."""
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST_VARIABLES)] | None = None
     return_token_strs: bool = False
 
     def conversation(self) -> ChatBody | None:
@@ -363,8 +362,7 @@ class TokenizeBody(StrictBody):
             raise UserError("a request to tokenize has prompt or messages, got both or none: send one of them")
         if self.messages is None:
             return None
-        read = ("model", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-        return checked(ChatBody, {name: getattr(self, name) for name in read})
+        return checked(ChatBody, self.model_dump(include={*ChatBody.model_fields}))
 
 
 class DetokenizeBody(StrictBody):
@@ -456,25 +454,8 @@ def _required_tools(tools: Sequence[dict[str, Any]], choice: Any) -> list[dict[s
 
 
 async def read_request(request: Request, kind: type[BodyT]) -> BodyT:
-    """Read, parse and check the body of a request.
-
-    Raises:
-        HTTPException: when it is too long.
-        UserError: see `read_body`.
-    """
-    content = bytearray()
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > _MOST_BODY_BYTES:
-        raise _too_long()  # before the body is read
-    async for part in request.stream():
-        content += part
-        if len(content) > _MOST_BODY_BYTES:
-            raise _too_long()
-    return await asyncio.to_thread(read_body, kind, bytes(content))
-
-
-def _too_long() -> HTTPException:
-    return HTTPException(413, f"a body has at most {_MOST_BODY_BYTES} bytes: shorten it")
+    """Read, parse and check the body of a request; raises as `read_body`."""
+    return await asyncio.to_thread(read_body, kind, await request.body())
 
 
 def read_body(kind: type[BodyT], content: bytes) -> BodyT:
@@ -507,12 +488,9 @@ def checked(kind: type[BodyT], values: dict[str, Any]) -> BodyT:
     for name in _IGNORED:
         values.pop(name, None)
     for name, accepted in _NEUTRAL.items():
-        if name in values and not any(values[name] == value for value in accepted):
-            raise KeyRejected(
-                name, f"is not supported, got {_shown(values[name])}: leave it out", "unsupported_parameter"
-            )
-        if name not in kind.model_fields:
-            values.pop(name, None)
+        value = values.pop(name, None)
+        if value not in accepted:
+            raise KeyRejected(name, f"is not supported, got {_shown(value)}: leave it out", "unsupported_parameter")
     try:
         body = kind.model_validate(values)
     except ValidationError as error:

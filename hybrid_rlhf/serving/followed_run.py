@@ -1,4 +1,4 @@
-"""The checkpoints of a run that a server follows: the newest one, and what it has trained.
+"""What a run that a server follows has trained, from its checkpoints.
 
 A checkpoint has the trained weights as fragments, in a file of each rank, whatever the ZeRO stage and the number of
 ranks (models/fragment_files.py): all weights, or the factors of the adapter of a run with LoRA.
@@ -6,7 +6,6 @@ ranks (models/fragment_files.py): all weights, or the factors of the adapter of 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,20 +18,11 @@ from transformers.pytorch_utils import Conv1D
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.fragment_files import WEIGHT, Fragment, SavedFragments
 from hybrid_rlhf.models.pretrained.adapters import LowRank
-from hybrid_rlhf.runtime.files.checkpoint_folder import BrokenCheckpoint, checkpoint_paths, read_manifest
+from hybrid_rlhf.runtime.files.checkpoint_folder import read_manifest
 
 _ACTOR = "actor"
 _DOWN = ".lora_A.default.weight"
 _UP = ".lora_B.default.weight"
-
-
-def newest_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint of a run that is completely written; None if there is none."""
-    for path in checkpoint_paths(run)[::-1]:
-        with contextlib.suppress(BrokenCheckpoint):
-            if read_manifest(path):
-                return path
-    return None
 
 
 def read_trained(lm: PreTrainedModel, checkpoint: Path) -> dict[str, LowRank]:

@@ -59,9 +59,8 @@ class ResponseBody(StrictBody):
             messages.append({"role": "user", "content": self.input})
         else:
             messages += [_message(f"input.{place}", item) for place, item in enumerate(self.input)]
-        shared = ("model", "temperature", "top_p", "seed", "stream", "chat_template_kwargs")
-        values = {name: getattr(self, name) for name in shared}
-        return checked(ChatBody, {"messages": messages, "max_completion_tokens": self.max_output_tokens, **values})
+        shared = self.model_dump(include={*ChatBody.model_fields})
+        return checked(ChatBody, {"messages": messages, "max_completion_tokens": self.max_output_tokens, **shared})
 
 
 def _message(location: str, item: dict[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.nn import ModuleList
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import encode_completion
 from hybrid_rlhf.data.chat.messages import Message, Tools
+from hybrid_rlhf.data.collation import padded
 from hybrid_rlhf.models.policy import Scorer, scores_at_end
 from hybrid_rlhf.models.pretrained.folders import load_config
 from hybrid_rlhf.models.pretrained.loading import load_model, require_scorer, stored_heads
@@ -98,9 +98,7 @@ class SavedScorer:
             NotWanted: when they are not wanted any more.
         """
         self._is_wanted = is_wanted
-        ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(self.device)
-        lengths = torch.tensor([len(row) for row in rows], device=self.device)
-        mask = torch.arange(ids.shape[1], device=self.device) < lengths[:, None]
+        ids, mask = padded(rows, 0, self.device)
         return scores_at_end(self.model(ids, mask), mask).cpu()
 
     def _stop_unwanted(self, *_: object) -> None:

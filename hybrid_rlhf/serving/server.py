@@ -24,14 +24,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.runtime.observability.logs import TIME_FORMAT, logger
 from hybrid_rlhf.serving.admission import Activity, access_log
 from hybrid_rlhf.serving.app import Access, build_app, build_scoring_app
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Service
 from hybrid_rlhf.serving.updates import ModelUpdates
-from hybrid_rlhf.serving.web import WebServer, bound_socket, url_of
+from hybrid_rlhf.serving.web import WebServer, bound_socket
 
 FAILED_EXIT_CODE = 70
 """Exit code of a failed server, the same as of a run that its watchdog ends: EX_SOFTWARE of sysexits.h."""
@@ -50,8 +49,8 @@ class LoadedModel:
     engine: GenerationEngine
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
-    load: Callable[[], PreTrainedModel] | None = None
-    """Loads the model again on the host, to change weights and adapters; none: they do not change."""
+    load: Callable[[], PreTrainedModel]
+    """Loads the model again on the host, to change weights and adapters."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class StoppingServer(WebServer):
         *,
         seconds: float,
         failed: Callable[[], bool],
-        started: Callable[[], None],
+        started: Callable[[str], object],
         close: Callable[[], None],
         beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
@@ -83,7 +82,7 @@ class StoppingServer(WebServer):
             activity: activity of the application.
             seconds: time limit of requests that run when a signal arrives.
             failed: returns true if nothing can be answered any more.
-            started: called when connections are accepted.
+            started: receives the URL when connections are accepted.
             close: ends the requests that still run.
             beside: what runs on the event loop beside the server, until its end.
         """
@@ -139,9 +138,9 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 def serve(
     config: ServeConfig,
     load: Callable[[], Served],
-    *,
     api_key: str | None,
-    report: Callable[[str, str], None],
+    *,
+    report: Callable[[str], None],
     progress: Callable[[str], None],
 ) -> bool:
     """Serve models until a signal; return False if decoding has failed.
@@ -150,7 +149,7 @@ def serve(
         config: the settings.
         load: returns the models; called after the address is bound.
         api_key: key that requests must send; None requires none.
-        report: receives the name of the model and the base URL of the API when the server accepts requests.
+        report: receives the base URL of the API when the server accepts requests.
         progress: receives a text on the memory that the start reserves.
 
     Raises:
@@ -161,26 +160,37 @@ def serve(
     listener = bound_socket(config.host, config.port)
     served = load()
     model = served.model
-    service = batch = None
-    if model is not None:
-        service, batch = _service(config, model)
+    created = int(time.time())
+    activity = Activity()
+    access = Access(config.host, api_key, config.cors_origins)
+    service: Service | None = None
+    beside = None
+    if model is None:
+        assert served.scores is not None
+        app = build_scoring_app(served.scores, access, created=created, activity=activity)
+    else:
+        batch = model.engine.open(
+            rows=config.max_batch_rows,
+            max_tokens=config.max_sequence_tokens,
+            memory_share=CPU_MEMORY_SHARE if model.device.type == "cpu" else None,
+        )
         progress(
             f"KV cache of {batch.kv_cache_bytes / 2**30:.2f} GiB for up to {batch.rows} completions of up to "
             f"{batch.max_tokens} tokens"
         )
-    created = int(time.time())
-    activity = Activity()
-    access = Access(config.host, api_key, config.cors_origins, config.access_log)
-    updates = None
-    if model is not None:
-        assert service is not None and batch is not None
-        if model.load is not None and (config.adapters_from is not None or config.follow is not None):
-            updates = ModelUpdates(service, model.engine, batch, model.load, adapters_from=config.adapters_from)
-        route = updates if config.adapters_from is not None else None
+        service = Service(
+            batch,
+            model.tokenizer,
+            name=config.served_name,
+            sampling=config.sampling,
+            max_queue=config.max_queue,
+            adapters=model.engine.adapters,
+        )
+        updates = ModelUpdates(service, model.engine, batch, model.load, adapters_from=config.adapters_from)
+        route = None if config.adapters_from is None else updates
         app = build_app(service, access, created=created, activity=activity, scores=served.scores, updates=route)
-    else:
-        assert served.scores is not None
-        app = build_scoring_app(served.scores, access, created=created, activity=activity)
+        if config.follow is not None:
+            beside = partial(updates.follow, config.follow, _FOLLOW_SECONDS, progress)
 
     def failed() -> bool:
         return service is not None and service.failed
@@ -191,18 +201,12 @@ def serve(
         if service is not None:
             service.batch.close()
 
-    def started() -> None:
-        report(config.served_name, f"{url_of(*listener.getsockname()[:2])}/v1")
-
-    beside = None
-    if updates is not None and config.follow is not None:
-        beside = partial(updates.follow, config.follow, _FOLLOW_SECONDS, progress)
     server = StoppingServer(
         app,
         activity,
         seconds=config.shutdown_seconds,
         failed=failed,
-        started=started,
+        started=lambda url: report(f"{url}/v1"),
         close=close,
         beside=beside,
     )
@@ -215,21 +219,3 @@ def serve(
         if model is not None:
             model.engine.close()
     return not failed()
-
-
-def _service(config: ServeConfig, model: LoadedModel) -> tuple[Service, OpenBatch]:
-    """The service of a model, and its open batch."""
-    batch = model.engine.open(
-        rows=config.max_batch_rows,
-        max_tokens=config.max_sequence_tokens,
-        memory_share=CPU_MEMORY_SHARE if model.device.type == "cpu" else None,
-    )
-    service = Service(
-        batch,
-        model.tokenizer,
-        name=config.served_name,
-        sampling=config.sampling,
-        max_queue=config.max_queue,
-        adapters=model.engine.adapters,
-    )
-    return service, batch

@@ -7,6 +7,7 @@ loop, to which the batch delivers tokens from its thread.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 import time
@@ -207,7 +208,6 @@ class Service:
         max_queue: int,
         metrics: ServerMetrics | None = None,
         adapters: Sequence[str] = (),
-        adapter: str | None = None,
     ) -> None:
         """Take the batch and its settings.
 
@@ -219,13 +219,13 @@ class Service:
             max_queue: largest number of waiting completions.
             metrics: metrics to count; None creates new ones.
             adapters: names of adapters that requests may give in place of the model's.
-            adapter: adapter of all completions; None: the model itself.
         """
         self.batch = batch
         self.tokenizer = tokenizer
         self.name = name
         self.metrics = ServerMetrics(batch) if metrics is None else metrics
-        self.adapter = adapter
+        self.adapter: str | None = None
+        """Adapter of all completions; None: the model itself."""
         self.version = "0"
         """Version of the weights or of the adapter, which answers contain."""
         self.running = 0
@@ -236,9 +236,9 @@ class Service:
         self._deliveries = _Deliveries()
         self.defaults = sampling
         self.max_queue = max_queue
+        self._most_characters = batch.max_tokens * longest_token(tokenizer)
         self.adapters = {name: self.with_adapter(name, name) for name in adapters}
         """Services of the adapters."""
-        self._most_characters = batch.max_tokens * longest_token(tokenizer)
 
     @cached_property
     def token_text(self) -> TokenText:
@@ -257,17 +257,12 @@ class Service:
 
     def with_adapter(self, name: str, adapter: str, *, version: str = "0") -> Service:
         """The service of an adapter of the model, by its names in requests and in the engine."""
-        service = Service(
-            self.batch,
-            self.tokenizer,
-            name=name,
-            sampling=self.defaults,
-            max_queue=self.max_queue,
-            metrics=self.metrics,
-            adapter=adapter,
-        )
-        service.admits = self.admits
+        service = copy.copy(self)
+        service.name = name
+        service.adapter = adapter
+        service.adapters = {}
         service.version = version
+        service.running = 0
         return service
 
     @property

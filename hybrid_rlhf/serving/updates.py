@@ -21,11 +21,11 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.models.pretrained.adapters import LowRank, read_adapter
-from hybrid_rlhf.runtime.files.checkpoint_folder import BrokenCheckpoint
+from hybrid_rlhf.runtime.files.checkpoint_folder import BrokenCheckpoint, newest_valid
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.bodies import KeyRejected
-from hybrid_rlhf.serving.followed_run import newest_checkpoint, read_trained
+from hybrid_rlhf.serving.followed_run import read_trained
 from hybrid_rlhf.serving.service import Service, UnknownModel
 
 _POLL_SECONDS = 0.05
@@ -158,10 +158,10 @@ class ModelUpdates:
         """Serve each new checkpoint of a run, until cancelled; looks every `seconds`, and reports what is served."""
         folder = user_path(run)
         last: Path | None = None
-        if await asyncio.to_thread(newest_checkpoint, folder) is None:
+        if await asyncio.to_thread(newest_valid, folder) is None:
             report(f"{folder} has no complete checkpoint yet: the model is served as it was loaded")
         while True:
-            newest = await asyncio.to_thread(newest_checkpoint, folder)
+            newest = await asyncio.to_thread(newest_valid, folder)
             if newest is not None and newest != last:
                 try:
                     report(f"serving the {await self._take_checkpoint(newest)} of {newest}")
@@ -177,12 +177,8 @@ class ModelUpdates:
         lm = await asyncio.to_thread(self._load)
         factors = await asyncio.to_thread(read_trained, lm, checkpoint)
         if not factors:
-            await self.replace_weights(lm, checkpoint.name, _number(checkpoint))
+            await self.replace_weights(lm, checkpoint.name, int(checkpoint.name.split("_")[1]))
             return "weights"
         async with self._changing:
             await self._take(self._service.name, factors, lm, version=checkpoint.name)
         return "adapter"
-
-
-def _number(checkpoint: Path) -> int:
-    return int(checkpoint.name.split("_")[1])

@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive
 
 from hybrid_rlhf.configs.errors import UserError
 
@@ -70,6 +71,26 @@ class AccessRules:
         except ValueError:
             return match["name"] is not None and match["name"].lower() in self._names
         return match["address"] is None or ":" in match["address"]
+
+
+def limited(receive: Receive, most: int) -> Receive:
+    """A channel of a request that raises HTTPException when the body has more bytes."""
+    size = 0
+
+    async def counted() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        require_size(size, most)
+        return message
+
+    return counted
+
+
+def require_size(size: int, most: int) -> None:
+    """Raise HTTPException for a body that is too large."""
+    if size > most:
+        raise HTTPException(413, f"a body has at most {most} bytes: shorten it")
 
 
 class KnownKeys(BaseModel):
@@ -136,8 +157,10 @@ def bound_socket(host: str, port: int) -> socket.socket:
 class WebServer(uvicorn.Server):
     """Serves an application, and reports when it accepts connections."""
 
-    def __init__(self, app: FastAPI, *, closing_seconds: int, started: Callable[[], None] = lambda: None) -> None:
-        """Take the time for running requests at the end, and the function that is called when it listens."""
+    def __init__(
+        self, app: FastAPI, *, closing_seconds: int, started: Callable[[str], object] = lambda url: None
+    ) -> None:
+        """Take the time for running requests at the end, and the function that receives the URL when it listens."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -153,7 +176,8 @@ class WebServer(uvicorn.Server):
         """Start to listen, and report it."""
         await super().startup(sockets)
         if self.started:
-            self._report()
+            for listener in sockets or ():
+                self._report(url_of(*listener.getsockname()[:2]))
 
 
 @contextlib.contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +34,7 @@ from tests.support.board import (
     workspace_of,
     write_run,
 )
+from tests.support.clock import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -302,3 +306,48 @@ def test_a_run_is_deleted_by_its_name_unless_it_is_running(tmp_path: Path) -> No
         assert board.post(f"/api/runs/{ids['gone']}/delete", {"name": "gone"}).status_code == 200
         assert {run["name"] for run in board.get("/api/runs")} == {"kept", "outer", "outer/inner"}
         assert {path.name for path in folder.iterdir()} == {"kept", "outer"}
+
+
+def test_only_the_plans_of_the_last_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all runs were, also of deleted ones."""
+    for number in range(20):
+        write_run(tmp_path / f"run_{number}")
+    workspace = workspace_of(tmp_path)
+    plan = {"memory": [{"phase": "training", "gib": 1.0, "fits": True}], "step_seconds": None}
+    monkeypatch.setattr(workspace._run_estimates, "plan", lambda *_: plan)
+    runs = workspace.folders.all()
+    for run in runs:
+        assert workspace.memory_plan(run) is None
+    wait_until(lambda: workspace.memory_plan(runs[-1]) == {"training": 1.0})
+    assert len(workspace._plans) == 16
+    workspace.forget(runs[-1])
+    assert len(workspace._plans) == 15
+    workspace._planner.shutdown()
+
+
+def test_the_estimate_of_a_form_does_not_end_the_plan_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run never had a plan then."""
+    write_run(tmp_path / "run")
+    workspace = workspace_of(tmp_path)
+    (run,) = workspace.folders.all()
+    started = []
+
+    @contextlib.contextmanager
+    def planned(*_: object) -> Iterator[subprocess.Popen[bytes]]:
+        seconds = 0 if started else 1
+        code = f"""
+import time
+time.sleep({seconds})
+print('{{"memory": [{{"phase": "a", "total": 1073741824, "fits": true}}]}}')"""
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        started.append(process)
+        yield process
+
+    monkeypatch.setattr("hybrid_rlhf.board.processes.estimates.json_command", planned)
+    assert workspace.memory_plan(run) is None
+    wait_until(lambda: bool(started))
+    assert workspace.estimates.of_form("sft", {"model.path": "m"})["problem"] is None
+    wait_until(lambda: workspace.memory_plan(run) == {"a": 1.0})
+    workspace._planner.shutdown()

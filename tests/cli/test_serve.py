@@ -46,8 +46,8 @@ def test_a_port_that_is_taken_is_named(model_folder: Path, capsys: pytest.Captur
 def test_with_json_the_address_is_an_event(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The server itself is in tests/serving."""
 
-    def served(*_: object, report: Callable[[str, str], None], **__: object) -> bool:
-        report("m", "http://127.0.0.1:8000/v1")
+    def served(*_: object, report: Callable[[str], None], **__: object) -> bool:
+        report("http://127.0.0.1:8000/v1")
         return True
 
     monkeypatch.setattr("hybrid_rlhf.serving.server.serve", served)

@@ -179,9 +179,9 @@ def test_a_recipe_runs(file: Path, tmp_path: Path, pair_rows: Path, world: Any) 
         save_config(step, tmp_path / f"{name}.yaml")
         line = ["--config", str(tmp_path / f"{name}.yaml")]
         if ranks == 1:
-            import_module(train.MODULES[name]).main(line)
+            import_module(f"hybrid_rlhf.cli.{name}").main(line)
         else:
-            run_main(train.MODULES[name], ranks, line)
+            run_main(f"hybrid_rlhf.cli.{name}", ranks, line)
         folder = Path(step.output_dir)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines][-2:] == [1, 2]

@@ -17,8 +17,9 @@ from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.engines.saved.checkpoints import CheckpointWriter, LoopState
 from hybrid_rlhf.engines.saved.training_state import TrainingState
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.runtime.files.checkpoint_folder import newest_valid
 from hybrid_rlhf.runtime.world import World
-from hybrid_rlhf.serving.followed_run import newest_checkpoint, read_trained
+from hybrid_rlhf.serving.followed_run import read_trained
 from tests.support.clock import wait_until
 from tests.support.engines import actor_spec, train_step
 from tests.support.marks import faults, slow
@@ -56,7 +57,7 @@ def trained(world: World, path: Path, folder: Path, settings: dict[str, Any]) ->
 def test_every_sharding_is_read(settings: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
     """Partitions of two ranks, parts of weights along both dimensions, and the factors of an adapter."""
     expected = run_ranks(trained, 2, tmp_path / "w", model_folder, tmp_path / "run", settings)[0]
-    checkpoint = newest_checkpoint(tmp_path / "run")
+    checkpoint = newest_valid(tmp_path / "run")
     assert checkpoint is not None
     lm = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     before = {name: value.clone() for name, value in lm.named_parameters()}
@@ -74,13 +75,13 @@ def test_every_sharding_is_read(settings: dict[str, Any], model_folder: Path, tm
     with pytest.raises(UserError, match="of the served model"):
         read_trained(other, checkpoint)
     (checkpoint / "manifest.json").unlink()
-    assert newest_checkpoint(tmp_path / "run") is None, "it is not complete"
+    assert newest_valid(tmp_path / "run") is None, "it is not complete"
 
 
 def test_weights_of_another_size_are_refused(model_folder: Path, tmp_path: Path) -> None:
     """A larger weight holds every element of a smaller one, in other places."""
     run_ranks(trained, 1, tmp_path / "w", model_folder, tmp_path / "run", {"stage": 0})
-    checkpoint = newest_checkpoint(tmp_path / "run")
+    checkpoint = newest_valid(tmp_path / "run")
     assert checkpoint is not None
     smaller = tiny_model(intermediate_size=16)
     with pytest.raises(UserError, match="elements in .* instead of .*: serve the model that the run began with"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,7 @@ def asked() -> Iterator[Asked]:
     )
     with served.open(rows=4, max_tokens=250) as batch:
         service = Service(batch, tokenizer, name="m", sampling=SamplingParams(max_new_tokens=60), max_queue=20)
-        with served_in_background(build_app(service, Access(logs_requests=True), created=0)) as url:
+        with served_in_background(build_app(service, Access(), created=0)) as url:
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
             yield Asked(url, client, engine, tokenizer, model)
 
@@ -270,7 +271,10 @@ def test_streamed_responses_end_with_the_whole_one(asked: Asked) -> None:
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 2
 
 
-def test_each_request_is_logged_in_one_line(asked: Asked, log_lines: list[str]) -> None:
+def test_each_request_is_logged_in_one_line(
+    asked: Asked, log_lines: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="hybrid_rlhf.access")
     asked.post("/v1/completions", prompt="x", max_tokens=1)
     httpx2.get(f"{asked.url}/v1/a%0Ab")
     wait_until(lambda: len(log_lines) >= 2)  # a line follows its answer

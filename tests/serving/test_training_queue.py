@@ -18,10 +18,11 @@ def tenant(name: str) -> Tenant:
     return Tenant(name, QUOTAS)
 
 
-def command(owner: Tenant, rows: list[int]) -> Command:
-    """A command with rows of these numbers of tokens."""
-    future = Future("id", owner, 0, 0)
-    return Command("forward_backward", future, rows=[PackedRow(None, tokens) for tokens in rows])
+def send(model: Model, seq: int, rows: list[int]) -> None:
+    """Add a command with rows of these numbers of tokens."""
+    future = Future("id", model.tenant, 0, 0)
+    packed = [PackedRow(None, tokens) for tokens in rows]
+    model.waiting[seq] = Command(model, "forward_backward", future, rows=packed)
 
 
 def model(queue: CommandQueue, owner: Tenant, name: str) -> Model:
@@ -32,8 +33,9 @@ def model(queue: CommandQueue, owner: Tenant, name: str) -> Model:
 
 def tokens_by_tenant(rows: list[TakenRow]) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.model.tenant.name] = counts.get(row.model.tenant.name, 0) + row.row.tokens
+    for command, row in rows:
+        name = command.model.tenant.name
+        counts[name] = counts.get(name, 0) + row.tokens
     return counts
 
 
@@ -41,10 +43,10 @@ def test_a_short_command_is_in_the_next_batch_whatever_others_have_queued() -> N
     queue = CommandQueue(batch_tokens=100)
     alice = tenant("alice")
     bob = tenant("bob")
-    model(queue, alice, "a").waiting[1] = command(alice, [10] * 1000)
+    send(model(queue, alice, "a"), 1, [10] * 1000)
     for _ in range(50):  # alice is alone, and gets all of it
         assert tokens_by_tenant(queue.next_rows()) == {"alice": 100}
-    model(queue, bob, "b").waiting[1] = command(bob, [10, 10, 10])
+    send(model(queue, bob, "b"), 1, [10, 10, 10])
     assert tokens_by_tenant(queue.next_rows()) == {"alice": 70, "bob": 30}
     assert tokens_by_tenant(queue.next_rows()) == {"alice": 100}
 
@@ -55,12 +57,12 @@ def test_tenants_share_equally_from_now_on_whatever_they_had_before() -> None:
     alice = tenant("alice")
     bob = tenant("bob")
     carol = tenant("carol")
-    model(queue, alice, "a").waiting[1] = command(alice, [10] * 600)
+    send(model(queue, alice, "a"), 1, [10] * 600)
     for _ in range(20):
         queue.next_rows()
     for number in range(5):
-        model(queue, bob, f"b{number}").waiting[1] = command(bob, [5] * 600)
-    model(queue, carol, "c").waiting[1] = command(carol, [20] * 600)
+        send(model(queue, bob, f"b{number}"), 1, [5] * 600)
+    send(model(queue, carol, "c"), 1, [20] * 600)
     counts = {"alice": 0, "bob": 0, "carol": 0}
     for _ in range(30):
         for name, tokens in tokens_by_tenant(queue.next_rows()).items():
@@ -76,10 +78,10 @@ def test_one_that_leaves_and_comes_back_waits_no_longer_for_it() -> None:
     bob = tenant("bob")
     long = model(queue, alice, "a")
     short = model(queue, bob, "b")
-    long.waiting[1] = command(alice, [10] * 10_000)
+    send(long, 1, [10] * 10_000)
     batches = 0
     for seq in range(1, 101):
-        short.waiting[seq] = command(bob, [10, 10])
+        send(short, seq, [10, 10])
         while (head := short.head) is not None and head.taken < 2:
             queue.next_rows()
             batches += 1
@@ -92,19 +94,19 @@ def test_commands_run_in_order_and_those_after_a_gap_wait() -> None:
     queue = CommandQueue(batch_tokens=100)
     alice = tenant("alice")
     queue_of_model = model(queue, alice, "a")
-    step = Command("optim_step", Future("id", alice, 0, 0), run=dict)
+    step = Command(queue_of_model, "optim_step", Future("id", alice, 0, 0), run=dict)
     queue_of_model.waiting[3] = step
-    queue_of_model.waiting[2] = command(alice, [10])
+    send(queue_of_model, 2, [10])
     assert not queue.next_runs() and not queue.next_rows()
-    queue_of_model.waiting[1] = command(alice, [10, 120])
-    assert [row.row.tokens for row in queue.next_rows()] == [10]
-    assert [row.row.tokens for row in queue.next_rows()] == [120], "a row that is longer than a batch is one of its own"
+    send(queue_of_model, 1, [10, 120])
+    assert [row.tokens for _, row in queue.next_rows()] == [10]
+    assert [row.tokens for _, row in queue.next_rows()] == [120], "a row that is longer than a batch is one of its own"
     assert not queue.next_rows(), "the second command waits until the first has ended"
     queue_of_model.end()
     assert len(queue.next_rows()) == 1
     assert not queue.next_runs()
     queue_of_model.end()
-    assert queue.next_runs() == [(queue_of_model, step)]
+    assert queue.next_runs() == [step]
     assert queue.waiting_tokens(alice) == 0
 
 

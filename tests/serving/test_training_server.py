@@ -147,15 +147,16 @@ def test_a_faulty_command_fails_in_its_place_and_later_ones_go_on(alice: Client)
         alice.post("save_weights", model_id=model, seq_id=9, path="ä" * 128)["request_id"],
         alice.post("save_weights", model_id=model, seq_id=10, ttl_seconds=10**12)["request_id"],
         alice.request("forward_backward", odd.SerializeToString()).json()["request_id"],
+        alice.post("load_weights", model_id=model, seq_id=12, path="x" * 501, optimizer=True)["request_id"],
     ]
     errors = [alice.result(request) for request in faulty]
-    assert [error["category"] for error in errors] == ["user"] * 11
+    assert [error["category"] for error in errors] == ["user"] * 12
     reasons = ["loss_fn must be", "must be token ids", "1 to 64 tokens", "at least one datum", "weights must be finite"]
     reasons += ["adam_params.learning_rate must", "optim_step needs a forward_backward", "a checkpoint's name is"]
-    reasons += ["a checkpoint's name is", "ttl_seconds must", "must have the shape [-2, -4]"]
+    reasons += ["a checkpoint's name is", "ttl_seconds must", "must have the shape [-2, -4]", "path must be as"]
     for error, reason in zip(errors, reasons, strict=True):
         assert reason in error["error"]
-    assert alice.train(model, 12, 1) == alice.train(alice.model(), 1, 1)
+    assert alice.train(model, 13, 1) == alice.train(alice.model(), 1, 1)
 
 
 def test_several_commands_before_a_step_add_their_gradients(alice: Client) -> None:
@@ -219,7 +220,7 @@ def test_neighbours_in_a_batch_change_nothing(served: tuple[str, TrainingService
     _, service = served
     wanted = {client: client.train(client.model(seed=seed), 1, 4) for client, seed in ((alice, 1), (bob, 2))}
     models = {alice: alice.model(seed=1), bob: bob.model(seed=2)}
-    engine = service.trainer.engine
+    engine = service.base.engine
     batches: list[set[str]] = []
     compute = engine.forward_backward
 
@@ -266,7 +267,7 @@ def test_a_long_batch_of_one_does_not_hold_up_another(
     _, service = served
     long = alice.model()
     short = bob.model()
-    engine = service.trainer.engine
+    engine = service.base.engine
     compute = engine.forward_backward
     begun = threading.Event()
     released = threading.Event()
@@ -298,7 +299,7 @@ def test_a_batch_that_fails_is_computed_one_by_one_and_only_the_cause_fails(
     wanted = alice.train(alice.model(seed=1), 1, 1)
     good = alice.model(seed=1)
     bad = bob.model(seed=2)
-    engine = service.trainer.engine
+    engine = service.base.engine
     compute = engine.forward_backward
 
     def failing(rows: Any) -> Any:
@@ -336,7 +337,7 @@ def test_an_answer_that_fails_is_not_computed_again(
 ) -> None:
     """Its gradient, and those of the others in its batch, would count twice."""
     _, service = served
-    engine = service.trainer.engine
+    engine = service.base.engine
     compute = engine.forward_backward
     computed: list[int] = []
     models = [alice.model() for _ in range(2)]
@@ -361,7 +362,7 @@ def test_a_forward_pass_that_fails_leaves_the_step_alone(
     model = alice.model()
     alice.result(alice.forward_backward(model, 1))
     with monkeypatch.context() as patch:
-        patch.setattr(served[1].trainer.engine, "forward_backward", lambda rows: 1 / 0)
+        patch.setattr(served[1].base.engine, "forward_backward", lambda rows: 1 / 0)
         failed = alice.result(alice.forward_backward(model, 2, forward_only=True))
     assert failed["category"] == "server"
     assert alice.done("optim_step", model_id=model, seq_id=3, adam_params=ADAM)["metrics"]["skipped"] == 0
@@ -443,7 +444,7 @@ def test_a_checkpoint_never_changes(
     alice.train(model, 2, 1)
     again = alice.done("save_weights", model_id=model, seq_id=4, path="a")
     assert "a checkpoint never changes" in again["error"]
-    engine = service.trainer.engine
+    engine = service.base.engine
     save = engine.save
 
     def failing(name: str, place: Path, **options: Any) -> None:
@@ -594,7 +595,7 @@ def test_a_finished_session_lets_its_models_go(served: tuple[str, TrainingServic
     waiting = alice.forward_backward(alice.model(session, 1), 2)  # the command before it never comes
     alice.post(f"sessions/{session}/finish")
     assert alice.request("session_heartbeat", {"session_id": session}).status_code == 410  # the client stops them
-    wait_until(lambda: model not in service.trainer.engine.names)  # type: ignore[attr-defined]
+    wait_until(lambda: model not in service.base.engine.names)  # type: ignore[attr-defined]
     assert model not in service.models
     assert "the model has been unloaded" in alice.result(waiting)["error"]
     assert alice.post("weights_info", tinker_path=path)["lora_rank"] == 4
@@ -612,14 +613,14 @@ def test_a_session_without_a_sign_of_life_lets_its_models_go(tmp_path: Path, mon
             alice.post("session_heartbeat", session_id=session)
             time.sleep(0.05)
         assert set(service.models) == {alive}
-        assert service.trainer.engine.names == (alive,)  # type: ignore[attr-defined]
+        assert service.base.engine.names == (alive,)  # type: ignore[attr-defined]
 
 
 def test_models_leave_while_there_is_always_something_to_compute(
     served: tuple[str, TrainingService], alice: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They stayed until the server had nothing to do."""
-    engine = served[1].trainer.engine
+    engine = served[1].base.engine
     compute = engine.forward_backward
     remove = engine.remove
     begun = threading.Event()
@@ -648,7 +649,7 @@ def test_a_command_that_comes_while_its_model_leaves_is_done(
     served: tuple[str, TrainingService], alice: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It failed, as if the model had been unloaded after it."""
-    engine = served[1].trainer.engine
+    engine = served[1].base.engine
     remove = engine.remove
     begun = threading.Event()
     released = threading.Event()
@@ -743,7 +744,32 @@ def test_an_unloaded_model_goes_on_only_from_what_it_saved(alice: Client) -> Non
     assert lost.status_code == 410 and f"tinker://{model}/weights/state" in lost.json()["error"]
 
 
+def test_a_command_without_a_number_does_not_go_on_from_an_older_state(alice: Client) -> None:
+    """It went on from the saved state; the server cannot tell whether later updates are missing."""
+    model = alice.model()
+    path = alice.done("save_weights", model_id=model, seq_id=1, path="state")["path"]
+    alice.train(model, 2, 1)
+    alice.done("unload_model", model_id=model)
+    lost = alice.request("forward_backward", forward_backward(model, None, [SEQUENCE]))
+    assert lost.status_code == 410 and path in lost.json()["error"]
+
+
 # -- sampling
+
+
+def test_a_sampling_session_that_is_asked_for_again_is_the_same_or_refused(alice: Client) -> None:
+    """With other weights it was answered as if it had them; 409 would be sent again by the client."""
+    session = alice.session()
+    path = alice.done("save_weights_for_sampler", model_id=alice.model(session), seq_id=1, path="a")["path"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+    first = alice.post("create_sampling_session", **body)
+    assert alice.post("create_sampling_session", **body) == first
+    refused = alice.request("create_sampling_session", {**body, "base_model": BASE, "model_path": None})
+    assert refused.status_code == 400 and "keeps its weights" in refused.json()["error"]
+    body = {"model_id": alice.model(session, 1), "seq_id": 1, "sampling_session_seq_id": 0}
+    failed = alice.result(alice.post("save_weights_for_sampler", **body)["request_id"])
+    assert failed["category"] == "user" and "keeps its weights" in failed["error"]
+    assert alice.get(f"samplers/{first['sampling_session_id']}").json()["model_path"] == path
 
 
 def test_a_sampling_session_keeps_its_weights_while_training_goes_on(alice: Client) -> None:

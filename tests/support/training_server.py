@@ -21,10 +21,10 @@ from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.runtime.world import solo_world
 from hybrid_rlhf.serving.admission import Activity
 from hybrid_rlhf.serving.training.app import build_app
+from hybrid_rlhf.serving.training.base import LoadedBase
 from hybrid_rlhf.serving.training.messages import MESSAGES
-from hybrid_rlhf.serving.training.server import LoadedBase, training_service
+from hybrid_rlhf.serving.training.server import training_service
 from hybrid_rlhf.serving.training.service import TrainingService
-from hybrid_rlhf.serving.training.trainer import Trainer
 from hybrid_rlhf.serving.web import served_in_background
 from tests.support.serving import ServerProcess, printing_process
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -188,16 +188,16 @@ def loaded_base() -> LoadedBase:
     tokenizer = tiny_tokenizer()
     generation = GenerationEngine.from_model(lm, tokenizer=tokenizer, cuda_graphs=False)
     batch = generation.open(rows=8, max_tokens=MAX_TOKENS, memory_share=0.1)
-    trainer = Trainer(
+    return LoadedBase(
         engine,
         AdapterRow,
+        generation,
+        batch,
         base_model=BASE,
         tokenizer=tokenizer,
         tokenizer_id="unused",
-        max_tokens=MAX_TOKENS,
         batch_tokens=MAX_TOKENS,
     )
-    return LoadedBase(trainer, generation, batch)
 
 
 @contextlib.contextmanager

@@ -30,13 +30,12 @@ _NOT_COPIED = ("output_dir", "resume")
 """Keys of an earlier run that a new run does not take over."""
 
 
+@dataclasses.dataclass(frozen=True)
 class Presets:
     """The presets that the form offers."""
 
-    def __init__(self, folders: RunFolders, summaries: RunSummaries) -> None:
-        """Take the runs."""
-        self._folders = folders
-        self._summaries = summaries
+    folders: RunFolders
+    summaries: RunSummaries
 
     def all(self) -> list[dict[str, Any]]:
         """GET /api/presets: recipes, then runs, the latest first."""
@@ -45,7 +44,7 @@ class Presets:
             for file in _recipe_files()
             for step, problem in _recipe_steps(file)
         ]
-        runs = [self._summaries.summary(run) for run in self._folders.all()]
+        runs = [self.summaries.summary(run) for run in self.folders.all()]
         runs = [run for run in runs if run["command"] is not None]
         runs.sort(key=lambda run: -(run["updated_seconds"] or 0))
         return recipes + [
@@ -61,8 +60,8 @@ class Presets:
         """
         name, colon, step = preset.partition(":")
         if not colon:
-            run = self._folders.get(preset)
-            content, problem = self._summaries.config(run)
+            run = self.folders.get(preset)
+            content, problem = self.summaries.config(run)
             command = command_of(content)
             if command is None:
                 raise UserError(
@@ -70,7 +69,7 @@ class Presets:
                 )
             config: Any = build_config(COMMANDS[command], [Layer(content)])
             values = _values(config, world_size(run.folder))
-            values["output_dir"] = self._folders.shown(self._folders.unused(run.folder.name))
+            values["output_dir"] = self.folders.shown(self.folders.unused(run.folder.name))
             return {"command": command, "values": values, "note": f"The settings of {run.name}, in a new folder."}
         files = {file.name: file for file in _recipe_files()}
         if name not in files:
@@ -81,7 +80,7 @@ class Presets:
             line.lstrip("# ") for line in itertools.takewhile(lambda line: line[:1] == "#", text.splitlines())
         )
         values = _values(config, processes)
-        folder = self._folders.place(config.output_dir)
+        folder = self.folders.place(config.output_dir)
         if folder is not None and not folder.exists():
             values["output_dir"] = config.output_dir  # the recipe's next step reads the model from there
         return {"command": step, "values": values, "note": note}

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hmac
 import json
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_rlhf.board.routes.answers import error_answer
-from hybrid_rlhf.serving.web import AccessRules
+from hybrid_rlhf.serving.web import AccessRules, limited
 
 COOKIE = "board_token"
 MOST_BODY_BYTES = 4 * 2**20
@@ -56,11 +55,7 @@ class BoardAccess:
 
         headers = Headers(scope=scope)
         refusal = self._refusal(scope, headers)
-        if refusal is None and scope["method"] == "POST":
-            content = await _body(receive)
-            refusal = content if isinstance(content, Response) else None
-            receive = _replayed(content, receive) if isinstance(content, bytes) else receive
-        await (self._app if refusal is None else refusal)(scope, receive, with_headers)
+        await (self._app if refusal is None else refusal)(scope, limited(receive, MOST_BODY_BYTES), with_headers)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """The answer that refuses a request; None if it is admitted."""
@@ -70,12 +65,12 @@ class BoardAccess:
             if scope["method"] not in ("GET", "HEAD", "POST"):
                 raise HTTPException(405, f"the method must be GET or POST, got {scope['method'][:20]}")
             if self._token is not None and scope["path"] != "/health":
-                token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-                if scope["path"] == "/" and self._is_token(token):
+                request = Request(scope)
+                if scope["path"] == "/" and self._is_token(request.query_params.get("token", "")):
                     moved = RedirectResponse("/", 303)
                     moved.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
                     return moved
-                if not self._is_token(_cookie(headers)):
+                if not self._is_token(request.cookies.get(COOKIE, "")):
                     raise HTTPException(401, "this board needs its token: open it as http://HOST:PORT/?token=TOKEN")
             if scope["method"] == "POST" and headers.get("x-board") != "1":
                 raise HTTPException(403, "a POST needs the header X-Board: 1")
@@ -89,43 +84,12 @@ class BoardAccess:
         return hmac.compare_digest(token.encode(), self._token.encode())
 
 
-def _cookie(headers: Headers) -> str:
-    try:
-        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    return "" if cookie is None else cookie.value
-
-
-async def _body(receive: Receive) -> bytes | Response:
-    """The whole body of a request, or its refusal."""
-    content = bytearray()
-    while True:
-        message = await receive()
-        content += message.get("body", b"")
-        if len(content) > MOST_BODY_BYTES:
-            return error_answer(f"a body has at most {MOST_BODY_BYTES} bytes: shorten it", 413)
-        if not message.get("more_body"):
-            break
-    try:
-        values = json.loads(bytes(content) or b"{}")
-        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
-    except UnicodeEncodeError:
-        return error_answer("the body has half of a surrogate pair: remove it", 400)
-    except (ValueError, RecursionError) as error:
-        return error_answer(f"the body must be JSON with finite numbers ({str(error)[:100]})", 400)
-    if not isinstance(values, dict):
-        return error_answer(f"the body must be an object, got a {type(values).__name__}", 400)
-    return bytes(content) or b"{}"
-
-
-def _replayed(content: bytes, receive: Receive) -> Receive:
-    """A channel that returns a body that was already read, then the following messages."""
-    waiting = [content]
-
-    async def replay() -> Message:
-        if waiting:
-            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
-        return await receive()
-
-    return replay
+async def require_text(request: Request) -> None:
+    """Raise HTTPException for a body with numbers that are not finite, or texts that UTF-8 cannot write."""
+    if request.method == "POST":
+        try:
+            json.dumps(await request.json(), ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError:
+            raise HTTPException(400, "the body has half of a surrogate pair: remove it") from None
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400, f"the body must be JSON with finite numbers ({str(error)[:100]})") from None

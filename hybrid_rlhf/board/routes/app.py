@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
 from hybrid_rlhf.board.processes.jobs import UnknownJob
 from hybrid_rlhf.board.routes import chat, jobs, preferences, runs, samples, training
-from hybrid_rlhf.board.routes.access import BoardAccess
+from hybrid_rlhf.board.routes.access import BoardAccess, require_text
 from hybrid_rlhf.board.routes.answers import answer, error_answer
 from hybrid_rlhf.board.runs.folders import UnknownRun
 from hybrid_rlhf.board.samples.rows import UnknownSample
@@ -54,6 +54,7 @@ def build_app(workspace: BoardWorkspace, config: BoardConfig) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
+        dependencies=[Depends(require_text)],
         lifespan=lifespan,
     )
     add_error_answers(

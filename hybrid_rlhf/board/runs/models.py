@@ -39,32 +39,32 @@ class SavedModel:
     """Sort key: actors before other models, the newest first."""
 
 
+@dataclass(frozen=True)
 class SavedModels:
     """The models of the board's folders and of the command line."""
 
-    def __init__(self, folders: RunFolders, summaries: RunSummaries, named: Sequence[str]) -> None:
-        """Take the runs, and the models that the command line names."""
-        self._folders = folders
-        self._summaries = summaries
-        self._named = named
+    folders: RunFolders
+    summaries: RunSummaries
+    named: Sequence[str]
+    """Models that the command line names."""
 
     def all(self) -> list[SavedModel]:
         """All models, the most recently saved actor first."""
-        models = [SavedModel(path, path, None, None, (2, 0.0, path)) for path in self._named]
-        for folder in self._folders.models():
+        models = [SavedModel(path, path, None, None, (2, 0.0, path)) for path in self.named]
+        for folder in self.folders.models():
             try:
                 config = read_json_object(folder / "config.json", "config.json")
                 saved = (folder / "config.json").stat().st_mtime
             except (UserError, OSError):
                 continue
             kind = _kind(config.get("architectures"))
-            if kind is None or folder.name == "critic" or str(folder) in self._named:
+            if kind is None or folder.name == "critic" or str(folder) in self.named:
                 continue
             run = self._run_of(folder)
             is_actor = folder.name == "actor" or (
-                run is not None and run.folder == folder and self._summaries.summary(run)["command"] == "preference"
+                run is not None and run.folder == folder and self.summaries.summary(run)["command"] == "preference"
             )
-            name = self._folders.name_of(folder)
+            name = self.folders.name_of(folder)
             models.append(SavedModel(str(folder), name, kind, run, (0 if is_actor else 1, -saved, name)))
         return sorted(models, key=lambda model: model.order)
 
@@ -82,7 +82,7 @@ class SavedModels:
             UserError: if it is not one of these models.
         """
         try:
-            run = self._folders.get(name)
+            run = self.folders.get(name)
         except UnknownRun:
             run = None
         for model in self.all():
@@ -99,7 +99,7 @@ class SavedModels:
         """The run whose folder a model's folder, or its parent, is; None without a run."""
         for place in (folder, folder.parent):
             try:
-                return self._folders.get(run_id(place))
+                return self.folders.get(run_id(place))
             except UnknownRun:
                 continue
         return None

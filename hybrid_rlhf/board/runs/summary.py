@@ -24,19 +24,11 @@ from hybrid_rlhf.board.runs.reading import (
     read_run_config,
 )
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.preference import PreferenceStepConfig
-from hybrid_rlhf.configs.reward import RewardConfig
-from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.configs.pipeline import STEPS
 from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE, LockOwner
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, METRICS_FILE, SAMPLES_FILE
 
-COMMANDS: dict[str, type] = {
-    "rl": RLConfig,
-    "sft": SFTConfig,
-    "reward": RewardConfig,
-    "preference": PreferenceStepConfig,
-}
+COMMANDS = {name: STEPS[name] for name in ("rl", "sft", "reward", "preference")}
 """The config of each training command."""
 BOARD_LOG = "board.log"
 """Output of a run that the board started."""

@@ -11,21 +11,18 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
-from hybrid_rlhf.configs.pipeline import PipelineConfig, PlanConfig
-from hybrid_rlhf.configs.preference import PreferenceStepConfig
-from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.pipeline import STEPS, PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import is_automatic
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.command_line import changed_settings, parse_config, user_errors
 from hybrid_rlhf.runtime.files.reading import read_text
 from hybrid_rlhf.runtime.output import print_result
 from hybrid_rlhf.runtime.placement import Placement, placed_roles, resolve_placement
@@ -53,12 +50,6 @@ _PLANNED = (
     "train.micro_batch_tokens",
 )
 """Settings that a plan of placements determines."""
-_STEPS: dict[str, type] = {
-    "sft": SFTConfig,
-    "reward": RewardConfig,
-    "preference": PreferenceStepConfig,
-    "rl": RLConfig,
-}
 _OWN = {option.name for option in fields(PlanConfig)} - {option.name for option in fields(PipelineConfig)}
 """Options of the plan on the line of a single step; those of `launcher` are too."""
 
@@ -68,7 +59,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     `placement: auto` if no placement fits."""
     with user_errors():
         words = list(sys.argv[1:] if argv is None else argv)
-        name = words.pop(0) if words and words[0] in _STEPS else _step_of_files(words)
+        name = words.pop(0) if words and words[0] in STEPS else _step_of_files(words)
         if name is None:
             config, steps = train.pipeline(PlanConfig, words, prog=prog)
         else:
@@ -112,7 +103,7 @@ def planned_phases(
     anew = [
         name
         for name in config.step_names
-        if train.changed_settings(steps[name]) or not (Path(steps[name].output_dir) / "finished.json").exists()
+        if changed_settings(steps[name]) or not (Path(steps[name].output_dir) / "finished.json").exists()
     ]
     planner = Planner(machine, starts=starts_of(steps, anew))
     return planner, {name: planner.phases(steps[name]) for name in config.step_names}
@@ -128,7 +119,7 @@ def _single(name: str, words: Sequence[str], *, prog: str | None) -> tuple[PlanC
             key = word.removeprefix("--").partition("=")[0]
             place = plan_words if key in _OWN or key.partition(".")[0] == "launcher" else rest
         place.append(word)
-    step: Any = parse_config(_STEPS[name], rest, prog=None if prog is None else f"{prog} {name}")
+    step: Any = parse_config(STEPS[name], rest, prog=None if prog is None else f"{prog} {name}")
     require(step.model.path is not None, f"a plan of {name} needs a model, got none: give --model.path")
     return parse_config(PlanConfig, [*plan_words, f"--steps={name}"], prog=prog), {name: step}
 
@@ -144,7 +135,7 @@ def _step_of_files(words: Sequence[str]) -> str | None:
     keys = {key for file in files for key in parse_yaml(read_text(file, "--config must name a file"), file)}
     if not keys - {field.name for field in fields(PlanConfig)}:
         return None
-    fitting = [name for name, kind in _STEPS.items() if keys <= {field.name for field in fields(kind)}]
+    fitting = [name for name, kind in STEPS.items() if keys <= {field.name for field in fields(kind)}]
     if len(fitting) > 1:
         raise UserError(
             f"a plan of one step names it, {' and '.join(files)} may be of {', '.join(fitting)}: write for example "
@@ -205,13 +196,13 @@ def _advised(
     return advised
 
 
+@dataclass(frozen=True)
 class _Placements:
     """Placements of an RL step on a machine with curves."""
 
-    def __init__(self, config: PlanConfig, planner: Planner, curves: MachineCurves) -> None:
-        self._config = config
-        self._planner = planner
-        self._curves = curves
+    config: PlanConfig
+    planner: Planner
+    curves: MachineCurves
 
     def answer(self, rl: RLConfig, advised: Sequence[Remedy] | None) -> PlacementAnswer:
         """The best plans of a step, with what a remedy sets besides if nothing fits without it."""
@@ -219,14 +210,14 @@ class _Placements:
         from hybrid_rlhf.planning.placement_table import plan_placement
         from hybrid_rlhf.planning.search import SearchResult
 
-        listed = self._config.candidates
-        machine = self._planner.machine
-        answer = plan_placement(self._job(rl), self._curves, machine, configured=self._placement(rl), listed=listed)
+        listed = self.config.candidates
+        machine = self.planner.machine
+        answer = plan_placement(self._job(rl), self.curves, machine, configured=self._placement(rl), listed=listed)
         settings = next((remedy.settings for remedy in advised or () if remedy.ranks is None), None)
         if answer.best is not None or settings is None:
             return answer
         unplanned = {key: value for key, value in settings.items() if key not in _PLANNED}
-        found_plans = plan_placement(self._job(with_settings(rl, unplanned)), self._curves, machine, listed=listed)
+        found_plans = plan_placement(self._job(with_settings(rl, unplanned)), self.curves, machine, listed=listed)
         remedied = self._candidate(with_settings(rl, settings))
         result = found_plans.result.merged(SearchResult((remedied,), 1, (remedied,)))
         return replace(found_plans, result=result, configured=answer.configured, given=unplanned)
@@ -238,21 +229,21 @@ class _Placements:
     def _candidate(self, rl: RLConfig) -> Candidate:
         from hybrid_rlhf.planning.placement_table import configured_plan
 
-        machine = self._planner.machine
+        machine = self.planner.machine
         placement = self._placement(rl) or resolve_placement(None, placed_roles(rl), ranks=machine.ranks)
-        return configured_plan(self._job(rl), self._curves, machine, placement)
+        return configured_plan(self._job(rl), self.curves, machine, placement)
 
     def _placement(self, rl: RLConfig) -> Placement | None:
         """The configured placement; None if the planner places the roles."""
         if is_automatic(rl.placement):
             return None
-        return resolve_placement(rl.placement, placed_roles(rl), ranks=self._planner.machine.ranks)
+        return resolve_placement(rl.placement, placed_roles(rl), ranks=self.planner.machine.ranks)
 
     def _job(self, rl: RLConfig) -> RLJob:
         from hybrid_rlhf.planning.job import default_lengths, read_job
 
-        config = self._config
-        planner = self._planner
+        config = self.config
+        planner = self.planner
         lengths = default_lengths(rl, prompt_tokens=config.prompt_tokens, mean_tokens=config.completion_tokens)
         return read_job(rl, planner.machine.device, lengths=lengths, starts=planner.starts)
 

@@ -1,6 +1,6 @@
 """`hybrid-rlhf chat MODEL [MODEL2]`: chat with a saved model, or with two side by side, in the terminal.
 
-A view reads and shows text: `json_view.py` with --json, `PlainView` if input or output is not a terminal, otherwise
+A view reads and shows text: `JSONView` with --json, `PlainView` if input or output is not a terminal, otherwise
 `terminal.py`.
 """
 
@@ -81,6 +81,39 @@ class PlainView:
             print()
 
 
+class JSONView:
+    """View that prints JSON events."""
+
+    def read(self) -> str:
+        """Read a line of standard input: a message or a command."""
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.strip()
+
+    def show(self, text: str) -> None:
+        """Print an event with a line of the program."""
+        if text:
+            print_document({"event": "notice", "text": text})
+
+    def show_replies(self, replies: Replies) -> None:
+        """Print the pieces as they arrive, then each complete reply, or its error."""
+        for name, pieces in replies.items():
+            said = ""
+            stopped = False
+            try:
+                for piece in pieces:
+                    said += piece
+                    print_document({"event": "piece", "model": name, "text": piece})
+            except KeyboardInterrupt:
+                pieces.close()  # keeps the text so far in the conversation
+                stopped = True
+            except UserError as error:
+                print_document({"event": "refusal", "model": name, "text": str(error)})
+                continue
+            print_document({"event": "reply", "model": name, "text": said.strip(), "stopped": stopped})
+
+
 @command(ChatConfig, positional=("path", "compare"))
 def main(config: ChatConfig) -> None:
     """Load the model and chat."""
@@ -110,8 +143,6 @@ def _view() -> ChatView:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused, and the next one read
     if wants_json():
-        from hybrid_rlhf.cli.saved_models.json_view import JSONView
-
         return JSONView()
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
         return PlainView()

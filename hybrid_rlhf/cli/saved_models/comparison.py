@@ -98,32 +98,48 @@ class MetricChange:
     """None if only the change is defined."""
     after: float | None
     change: float
-    """Relative to `before` if `relative`."""
-    form: str = "{:+.2f}"
+    form: str = ""
     """Format of the values."""
-    relative: bool = False
+    change_form: str = "{:+.3f}"
 
-    def cells(self) -> tuple[str, str, str, str]:
+    def cells(self) -> tuple[str, ...]:
         """The cells of a row of the table."""
-        values = ["" if value is None else self.form.format(value) for value in (self.before, self.after)]
-        form = "{:+.0%}" if self.relative else "{:+.2f}" if self.before is None else "{:+.3f}"
-        return self.label, values[0], values[1], form.format(self.change)
+        values = ("" if value is None else self.form.format(value) for value in (self.before, self.after))
+        return self.label, *values, self.change_form.format(self.change)
+
+
+_METRICS = {
+    "sft": [("eval/perplexity", "SFT perplexity", "{:.1f}")],
+    "reward": [("eval/accuracy", "reward accuracy on pairs", "{:.3f}")],
+    "preference": [("eval/accuracy", "{} accuracy on pairs", "{:.3f}"), ("eval/margin", "{} margin", "{:+.3f}")],
+    "rl": [
+        ("eval/scores", "{} mean score", "{:+.3f}"),
+        ("eval/kl", "{} mean KL per completion (nats)", "{:.2f}"),
+        ("eval/mean_length", "{} mean completion length (tokens)", "{:.1f}"),
+    ],
+}
+"""Held-out metrics of each step: label, in which {} is the algorithm, and format."""
 
 
 def metric_changes(folders: Mapping[str, Path], *, label: str) -> list[MetricChange]:
     """Held-out metrics before and after each step that has a run; the last step is named by its algorithm."""
-    changes: list[MetricChange | None] = []
+    changes = []
     for step, folder in folders.items():
-        if step == "sft":
-            changes += [_change(folder, "eval/perplexity", "SFT perplexity", "{:.1f}", relative=True)]
-        elif step == "reward":
-            changes += [_change(folder, "eval/accuracy", "reward accuracy on pairs", "{:.3f}")]
-        elif step == "preference":
-            changes += [_change(folder, "eval/accuracy", f"{label} accuracy on pairs", "{:.3f}")]
-            changes += [_change(folder, "eval/margin", f"{label} margin", "{:+.3f}")]
-        else:
-            changes += _score_changes(folder, label)
-    return [change for change in changes if change is not None]
+        for metric, about, form in _METRICS[step]:
+            values = _held_out(folder, metric)
+            if values is None:
+                continue
+            before, after = values
+            name = about.format(label)
+            if metric == "eval/perplexity":
+                changes.append(MetricChange(name, before, after, after / before - 1, form, "{:+.0%}"))
+            else:
+                changes.append(MetricChange(name, before, after, after - before, form))
+            if metric == "eval/scores" and (spread := _held_out(folder, "eval/scores_std")) is not None:
+                in_stds = (after - before) / max(spread[0], 1e-8)
+                label_of_stds = "  in standard deviations of the SFT scores"
+                changes.append(MetricChange(label_of_stds, None, None, in_stds, change_form="{:+.2f}"))
+    return changes
 
 
 def metrics_table(changes: Sequence[MetricChange]) -> Table:
@@ -132,29 +148,6 @@ def metrics_table(changes: Sequence[MetricChange]) -> Table:
     for change in changes:
         table.add_row(*change.cells())
     return table
-
-
-def _score_changes(folder: Path, label: str) -> list[MetricChange | None]:
-    scores = _held_out(folder, "eval/scores")
-    spread = _held_out(folder, "eval/scores_std")
-    in_stds = None
-    if scores and spread:
-        gain = (scores[1] - scores[0]) / max(spread[0], 1e-8)
-        in_stds = MetricChange("  in standard deviations of the SFT scores", None, None, gain)
-    return [
-        _change(folder, "eval/scores", f"{label} mean score", "{:+.3f}"),
-        in_stds,
-        _change(folder, "eval/kl", f"{label} mean KL per completion (nats)", "{:.2f}"),
-        _change(folder, "eval/mean_length", f"{label} mean completion length (tokens)", "{:.1f}"),
-    ]
-
-
-def _change(folder: Path, metric: str, label: str, form: str, *, relative: bool = False) -> MetricChange | None:
-    values = _held_out(folder, metric)
-    if values is None:
-        return None
-    before, after = values
-    return MetricChange(label, before, after, after / before - 1 if relative else after - before, form, relative)
 
 
 def held_out_prompts(step: StepConfig, *, max_tokens: int) -> list[list[Message]]:

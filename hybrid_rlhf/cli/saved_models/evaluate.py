@@ -46,8 +46,6 @@ def _measure(config: EvaluateConfig) -> tuple[str, Measurement]:
     from hybrid_rlhf.cli.saved_models.evaluation.pass_rate import pass_rate
     from hybrid_rlhf.cli.saved_models.evaluation.win_rate import win_rate
     from hybrid_rlhf.cli.saved_models.loading import find_model
-    from hybrid_rlhf.models.pretrained.folders import load_config
-    from hybrid_rlhf.models.pretrained.loading import is_scorer
 
     if config.chosen == "win_rate":
         return "win_rate", win_rate(config)
@@ -62,8 +60,7 @@ def _measure(config: EvaluateConfig) -> tuple[str, Measurement]:
         from hybrid_rlhf.cli.saved_models.evaluation.inspect_tasks import inspect_tasks
 
         return "inspect", inspect_tasks(config, place)
-    scores = is_scorer(load_config(place.path, trust_remote_code=place.trust_remote_code))
-    name = ("accuracy" if scores else "perplexity") if config.chosen == "auto" else config.chosen
+    name = ("accuracy" if place.scores else "perplexity") if config.chosen == "auto" else config.chosen
     return name, {"accuracy": held_out.accuracy, "perplexity": held_out.perplexity}[name](config, place)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ExportConfig
 from hybrid_rlhf.runtime.command_line import command
-from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.atomic import whole_folder, write_whole
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.output import print_result
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from hybrid_rlhf.cli.saved_models.export_check import CheckResult
     from hybrid_rlhf.models.pretrained.gguf.writing import GGUFType
+    from hybrid_rlhf.models.pretrained.loading import Architecture
 
 _GGUF_TYPES: dict[str, GGUFType] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
 
@@ -49,16 +49,18 @@ def main(config: ExportConfig) -> None:
     warn_of_remote_code(config.trust_remote_code, world)
     path = resolve_model(config.path, world=world)
     tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
-    stored = load_config(path, trust_remote_code=config.trust_remote_code).dtype or torch.float32
+    source = load_config(path, trust_remote_code=config.trust_remote_code)
+    stored = source.dtype or torch.float32
     dtype = str(stored).removeprefix("torch.") if config.dtype == "stored" else config.dtype
     if dtype not in _GGUF_TYPES:
         raise UserError(f"--dtype must be {', '.join(_GGUF_TYPES)}, {config.path} is stored in {dtype}: set --dtype")
     # float32 avoids rounding when an adapter is merged or a GGUF file compared.
     wide = config.format == "gguf" or config.adapter is not None
     checks = config.check or config.check_vllm is not None
-    if checks and is_scorer(load_config(path, trust_remote_code=config.trust_remote_code)):
+    role: Architecture = "scorer" if is_scorer(source) else "causal_lm"
+    if checks and role == "scorer":
         raise UserError(f"--check compares completions, {config.path} is a reward model: leave it out")
-    lm = _load(path, config, torch.float32 if wide else stored)
+    lm = _load(path, role, config, torch.float32 if wide else stored)
     # first, as a template may be refused
     for_ollama = modelfile(output, tokenizer, lm.generation_config) if config.modelfile else None
     if config.adapter is not None:
@@ -102,7 +104,7 @@ def _checks(
 
     from hybrid_rlhf.cli.saved_models.export_check import check_export, check_in_vllm
 
-    reference = _with_adapter(_load(path, config, torch.float32), config.adapter)
+    reference = _with_adapter(_load(path, "causal_lm", config, torch.float32), config.adapter)
     settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
     found = {}
     if config.check:
@@ -121,16 +123,14 @@ def _with_adapter(lm: PreTrainedModel, adapter: str | None) -> PreTrainedModel:
     return PeftModel.from_pretrained(lm, str(user_path(adapter))).eval()  # type: ignore[return-value]
 
 
-def _load(path: str, config: ExportConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal LM or a scorer, in its stored form."""
+def _load(path: str, role: Architecture, config: ExportConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model in its stored form."""
     from hybrid_rlhf.configs.sections.model import ModelConfig
-    from hybrid_rlhf.models.pretrained.folders import load_config
-    from hybrid_rlhf.models.pretrained.loading import is_scorer, load_model
+    from hybrid_rlhf.models.pretrained.loading import load_model
 
-    scores = is_scorer(load_config(path, trust_remote_code=config.trust_remote_code))
     lm, _ = load_model(
         path,
-        "scorer" if scores else "causal_lm",
+        role,
         config=ModelConfig(path=path, trust_remote_code=config.trust_remote_code),
         dtype=dtype,
         heads=None,
@@ -147,7 +147,7 @@ def _save_folder(
     card: Path,
     shard_gib: float,
 ) -> None:
-    """Write a folder under a temporary name, with the card of the source if it has one, and rename it."""
+    """Write a folder, with the card of the source if it has one."""
     import torch
 
     from hybrid_rlhf.engines.partition import full_tensors
@@ -155,10 +155,8 @@ def _save_folder(
     from hybrid_rlhf.runtime.world import solo_world
 
     world = solo_world(torch.device("cpu"))
-    beside = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)  # left by an interrupted export
     lm.config.dtype = dtype
-    try:
+    with whole_folder(output) as beside:
         save_model(
             beside,
             ((name, _converted(name, weight, dtype)) for name, weight in full_tensors(lm, world)),
@@ -168,10 +166,6 @@ def _save_folder(
             max_shard_bytes=int(shard_gib * 2**30),
             card=card.read_text() if card.is_file() else None,
         )
-        beside.rename(output)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
 
 
 def _converted(name: str, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

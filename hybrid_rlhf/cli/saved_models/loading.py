@@ -34,6 +34,11 @@ class Place:
     tokenizer: PreTrainedTokenizerBase
     trust_remote_code: bool
 
+    @property
+    def scores(self) -> bool:
+        """True for a reward model."""
+        return is_scorer(load_config(self.path, trust_remote_code=self.trust_remote_code))
+
 
 def find_model(config: SavedModelConfig, name: str | None = None) -> Place:
     """The model of a config.
@@ -80,7 +85,7 @@ def engine_at(
     Raises:
         UserError: for a reward model, whose language model head would be random; for an unsuitable adapter.
     """
-    if is_scorer(load_config(place.path, trust_remote_code=place.trust_remote_code)):
+    if place.scores:
         raise UserError(
             f"a model that answers must have a language model head, {place.name} is a reward model: give a causal LM"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from hybrid_rlhf.configs.credentials import expanded_key
@@ -22,17 +23,15 @@ def main(config: ServeConfig) -> None:
     import torch
 
     from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model, load_lm, load_scorer
-    from hybrid_rlhf.models.pretrained.folders import load_config
-    from hybrid_rlhf.models.pretrained.loading import is_scorer
     from hybrid_rlhf.serving.scores import ScoreService
-    from hybrid_rlhf.serving.server import FAILED_EXIT_CODE, LoadedModel, Served, serve
+    from hybrid_rlhf.serving.server import LoadedModel, Served, serve
 
     def load() -> Served:
         place = find_model(config)
         beside = [f"adapters {', '.join(config.adapters)}"] if config.adapters else []
         beside += [f"reward model {config.reward_model}"] if config.reward_model else []
         progress(", ".join([f"loading {place.name} in {str(place.dtype)[6:]} on {place.device}", *beside]))
-        if is_scorer(load_config(place.path, trust_remote_code=place.trust_remote_code)):
+        if place.scores:
             config.check_scores_alone()
             alone = ScoreService(load_scorer(place), max_queue=config.max_queue, name=config.served_name)
             return Served(None, alone)
@@ -42,14 +41,31 @@ def main(config: ServeConfig) -> None:
         on_host = replace(place, device=torch.device("cpu"))
         return Served(LoadedModel(engine, place.tokenizer, place.device, lambda: load_lm(on_host)), scores)
 
-    def progress(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+    run_server(
+        config.served_name, "serving", lambda report: serve(config, load, api_key, report=report, progress=progress)
+    )
 
-    def report(name: str, url: str) -> None:
-        print_result({"event": "serving", "model": name, "url": url}, f"serving {name} on {url}")
+
+def progress(text: str) -> None:
+    """Print a line about the start, which is no result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_server(name: str, what: str, serve: Callable[[Callable[[str], None]], bool]) -> None:
+    """Run a server until its end, and exit with its code.
+
+    Args:
+        name: name of the model.
+        what: what the server does with it.
+        serve: takes a function that receives its URL, and returns False if it has failed.
+    """
+    from hybrid_rlhf.serving.server import FAILED_EXIT_CODE
+
+    def report(url: str) -> None:
+        print_result({"event": "serving", "model": name, "url": url}, f"{what} {name} on {url}")
 
     start = time.perf_counter()
-    if not serve(config, load, api_key=api_key, report=report, progress=progress):
+    if not serve(report):
         sys.exit(FAILED_EXIT_CODE)
     if wants_json():
-        print_document({"model": config.served_name, "seconds": time.perf_counter() - start})
+        print_document({"model": name, "seconds": time.perf_counter() - start})

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
 
+from hybrid_rlhf.cli.saved_models.serve import progress, run_server
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import TrainServerConfig
 from hybrid_rlhf.runtime.command_line import command
-from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 
 
 @command(TrainServerConfig, positional="path")
@@ -24,13 +22,13 @@ def main(config: TrainServerConfig) -> None:
     from hybrid_rlhf.engines.adapters import AdapterEngine, AdapterRow
     from hybrid_rlhf.generation import GenerationEngine
     from hybrid_rlhf.runtime.world import solo_world
-    from hybrid_rlhf.serving.server import CPU_MEMORY_SHARE, FAILED_EXIT_CODE
-    from hybrid_rlhf.serving.training.server import LoadedBase, serve_training
-    from hybrid_rlhf.serving.training.trainer import Trainer
+    from hybrid_rlhf.serving.server import CPU_MEMORY_SHARE
+    from hybrid_rlhf.serving.training.base import LoadedBase
+    from hybrid_rlhf.serving.training.server import serve_training
 
     def load(folder: Path) -> LoadedBase:
         place = find_model(config)
-        print(f"loading {place.name} in {str(place.dtype)[6:]} on {place.device}", file=sys.stderr, flush=True)
+        progress(f"loading {place.name} in {str(place.dtype)[6:]} on {place.device}")
         lm = load_lm(place)
         place.tokenizer.save_pretrained(folder / "tokenizer")
         engine = AdapterEngine(
@@ -53,22 +51,19 @@ def main(config: TrainServerConfig) -> None:
             max_tokens=config.max_sequence_tokens,
             memory_share=CPU_MEMORY_SHARE if place.device.type == "cpu" else 0.5,
         )
-        trainer = Trainer(
+        return LoadedBase(
             engine,
             AdapterRow,
+            generation,
+            batch,
             base_model=config.served_name,
             tokenizer=place.tokenizer,
             tokenizer_id=str((folder / "tokenizer").absolute()),
-            max_tokens=batch.max_tokens,
             batch_tokens=config.micro_batch_tokens,
         )
-        return LoadedBase(trainer, generation, batch)
 
-    def report(name: str, url: str) -> None:
-        print_result({"event": "serving", "model": name, "url": url}, f"training of {name} on {url}")
-
-    start = time.perf_counter()
-    if not serve_training(config, load, api_keys=api_keys, report=report):
-        sys.exit(FAILED_EXIT_CODE)
-    if wants_json():
-        print_document({"model": config.served_name, "seconds": time.perf_counter() - start})
+    run_server(
+        config.served_name,
+        "training of",
+        lambda report: serve_training(config, load, api_keys, report=report),
+    )

@@ -15,7 +15,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.rl.rollouts.streaming import copy_order
 from hybrid_rlhf.runtime.command_line import parse_config
-from hybrid_rlhf.runtime.files.checkpoint_folder import first_rollout, newest_before, read_manifest
+from hybrid_rlhf.runtime.files.checkpoint_folder import first_rollout, newest_valid, read_manifest
 from hybrid_rlhf.runtime.observability.samples import SAMPLES_FILE
 from hybrid_rlhf.runtime.observability.token_records import ENVIRONMENT, TokenRecord, TokenRecords
 from hybrid_rlhf.runtime.run import CONFIG_FILE
@@ -84,7 +84,7 @@ class RecordedStep:
         """Number of ranks that sampled the step; 1 if it is not recorded."""
         if self._details is not None:
             return int(self._details["ranks"])
-        checkpoint = newest_before(self.folder, self.step)
+        checkpoint = newest_valid(self.folder, before=self.step)
         return 1 if checkpoint is None else int(read_manifest(checkpoint)["world_size"])
 
     @property
@@ -116,12 +116,12 @@ class RecordedStep:
         resume = "never" if config.resume == "auto" else config.resume
         if streaming is None or streaming.max_lag == 0 or rollout.backend == "vllm":
             begun = rollout.policy_lag + (0 if rollout.partial is None else rollout.partial.max_lag)
-            checkpoint = newest_before(self.folder, self.step - begun)
+            checkpoint = newest_valid(self.folder, before=self.step - begun)
         else:
             order = scratch / _ORDER_FILE
             first = copy_order(self.folder, self.step, order)
             rollout = replace(rollout, streaming=replace(streaming, replay_order=str(order)))
-            checkpoint = newest_before(self.folder, first)
+            checkpoint = newest_valid(self.folder, before=first)
             if checkpoint is not None:
                 resumed = first_rollout(checkpoint)
             else:

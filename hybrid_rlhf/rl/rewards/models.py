@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.data.chat.conversation import encode_completion
 from hybrid_rlhf.data.chat.messages import Message, Tools
+from hybrid_rlhf.data.collation import padded
 from hybrid_rlhf.data.rows.stepwise import SEPARATOR_KEY, StepwiseTokens, encode_steps
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.separate.reader import InferenceReader
@@ -183,9 +183,7 @@ class RetokenizingModelReward(_PresentModel):
     def _read(self, rows: Sequence[StepwiseTokens]) -> Tensor:
         """Scores of a micro-batch of conversations in the model's own tokens."""
         engine = self._engine
-        ids = pad_sequence([torch.tensor(row.input_ids) for row in rows], batch_first=True).to(engine.device)
-        lengths = torch.tensor([len(row.input_ids) for row in rows], device=engine.device)
-        mask = torch.arange(ids.shape[1], device=engine.device) < lengths[:, None]
+        ids, mask = padded([row.input_ids for row in rows], 0, engine.device)
         outputs: Tensor = engine(ids, mask)
         if self._steps == "last":
             return scores_at_end(outputs, mask)

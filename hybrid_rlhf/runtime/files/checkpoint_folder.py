@@ -103,11 +103,12 @@ def newest_complete(run_folder: Path, world: World) -> Path | None:
     return None
 
 
-def newest_before(run_folder: Path, step: int) -> Path | None:
-    """The newest checkpoint from which a run resumes before the rollout of a step, with a valid manifest; or None."""
+def newest_valid(run_folder: Path, *, before: float = math.inf) -> Path | None:
+    """The newest checkpoint with a valid manifest; with `before`, of those from which a run resumes before the rollout
+    of that step; None without one."""
     for path in checkpoint_paths(run_folder)[::-1]:
         with contextlib.suppress(BrokenCheckpoint):
-            if first_rollout(path) <= step and read_manifest(path):
+            if first_rollout(path) <= before and read_manifest(path):
                 return path
     return None
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Scope
@@ -22,11 +23,10 @@ from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.admission import Activity, Admission
 from hybrid_rlhf.serving.training.checkpoints import API, FILES, add_checkpoints, add_files
 from hybrid_rlhf.serving.training.futures import Gone
-from hybrid_rlhf.serving.training.requests import BodyReader
 from hybrid_rlhf.serving.training.routes import add_results, add_routes, add_views
 from hybrid_rlhf.serving.training.service import TrainingService
 from hybrid_rlhf.serving.training.store import UnknownObject
-from hybrid_rlhf.serving.training.tenants import QuotaExceeded
+from hybrid_rlhf.serving.training.tenants import QuotaExceeded, Tenants
 from hybrid_rlhf.serving.web import AccessRules, add_error_answers
 
 _STATUSES: dict[type[Exception], int] = {UserError: 400, UnknownObject: 404, Gone: 410, QuotaExceeded: 429}
@@ -42,21 +42,21 @@ class TenantAdmission(Admission):
 
     open_paths = _OPEN_PATHS
 
-    def __init__(self, app: ASGIApp, service: TrainingService, rules: AccessRules, activity: Activity) -> None:
-        """Take the service with the keys, and what Admission takes."""
-        super().__init__(app, service.metrics.requests, rules, activity)
-        self._service = service
+    def __init__(self, app: ASGIApp, /, *, tenants: Tenants, **settings: Any) -> None:
+        """Take the keys, and what Admission takes."""
+        super().__init__(app, **settings)
+        self._tenants = tenants
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         try:
             self._rules.require_origin(headers)
-            if not self._service.tenants.has_keys:  # with a key, any Host: a page of another site does not have it
+            if not self._tenants.has_keys:  # with a key, any Host: a page of another site does not have it
                 self._rules.require_host(headers)
         except HTTPException as refusal:
             return _error(refusal.status_code, refusal.detail)
         if scope["path"] in _OPEN_PATHS or scope["path"].startswith(FILES):
             return None
-        tenant = self._service.tenants.of_key(headers.get("x-api-key", ""))
+        tenant = self._tenants.of_key(headers.get("x-api-key", ""))
         if tenant is None:
             return _error(401, "requests must carry a key of this server, this one does not: set TINKER_API_KEY to one")
         if self._activity.stops:
@@ -64,7 +64,7 @@ class TenantAdmission(Admission):
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if scope["method"] in ("POST", "PUT") and content_type not in _CONTENT_TYPES:
             return _error(415, f"Content-Type must be one of {', '.join(_CONTENT_TYPES)}, got {content_type[:100]!r}")
-        scope.setdefault("state", {})["tenant"] = tenant
+        scope.setdefault("state", {}).update(tenant=tenant, max_body_bytes=self._max_body_bytes)
         return None
 
 
@@ -97,21 +97,23 @@ def build_app(
 
     app = FastAPI(title="hybrid_rlhf", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.failed = False
-    app.add_middleware(TenantAdmission, service=service, rules=AccessRules(host), activity=activity)
+    app.add_middleware(
+        TenantAdmission,
+        tenants=service.tenants,
+        requests=service.metrics.requests,
+        rules=AccessRules(host),
+        activity=activity,
+        max_body_bytes=max_body_bytes,
+    )
     add_error_answers(app, _STATUSES, lambda status, text, _: _error(status, text), internal="the server has failed")
-    reader = BodyReader(max_body_bytes)
     router = APIRouter()
-    add_routes(router, service, reader)
-    add_views(router, service, reader)
-    add_results(router, service, reader, activity, poll_seconds)
-    add_checkpoints(router, service, reader)
-    add_files(router, service, reader)
+    add_routes(router, service)
+    add_views(router, service)
+    add_results(router, service, activity, poll_seconds)
+    add_checkpoints(router, service)
+    add_files(router, service)
     app.include_router(router, prefix=API)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
-
+    app.get("/metrics")(service.metrics.answer)
     return app
 
 

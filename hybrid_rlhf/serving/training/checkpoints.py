@@ -10,7 +10,6 @@ import secrets
 import time
 import zipfile
 import zlib
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import quote
@@ -21,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.serving.training.bodies import PathBody, TtlBody
-from hybrid_rlhf.serving.training.requests import BodyReader, Sender, page
+from hybrid_rlhf.serving.training.requests import Sender, body_of, page, whole_body
 from hybrid_rlhf.serving.training.service import TrainingService
 from hybrid_rlhf.serving.training.store import KINDS, META_FILE, Checkpoint, JsonObject, Run, UnknownObject
 from hybrid_rlhf.serving.training.tenants import Tenant
@@ -39,7 +38,7 @@ _ZIP_ERRORS = (
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def add_checkpoints(router: APIRouter, service: TrainingService, reader: BodyReader) -> None:
+def add_checkpoints(router: APIRouter, service: TrainingService) -> None:
     """Add the routes of runs and checkpoints."""
     store = service.store
 
@@ -78,13 +77,13 @@ def add_checkpoints(router: APIRouter, service: TrainingService, reader: BodyRea
 
     @router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl")
     async def set_ttl(request: Request, tenant: Sender, run_id: str, kind: str, name: str) -> JsonObject:
-        body = await reader.read(request, TtlBody)
+        body = await body_of(request, TtlBody)
         checkpoint = owned(tenant, run_id, f"{kind}/{name}")
         await service.worker.on_engine(store.set_ttl, checkpoint, body.ttl_seconds)
         return {}
 
 
-def add_files(router: APIRouter, service: TrainingService, reader: BodyReader) -> None:
+def add_files(router: APIRouter, service: TrainingService) -> None:
     """Files of checkpoints, in both directions."""
     store = service.store
     secret = secrets.token_bytes(32)
@@ -94,9 +93,9 @@ def add_files(router: APIRouter, service: TrainingService, reader: BodyReader) -
 
     @router.post("/weights_info")
     async def weights_info(request: Request, tenant: Sender) -> JsonObject:
-        body = await reader.read(request, PathBody)
+        body = await body_of(request, PathBody)
         checkpoint = store.find(body.tinker_path, tenant.name)
-        return {"base_model": service.trainer.base_model, "is_lora": True, "lora_rank": checkpoint.rank}
+        return {"base_model": service.base.base_model, "is_lora": True, "lora_rank": checkpoint.rank}
 
     @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
     async def external_weights_urls(request: Request, tenant: Sender, run_id: str, kind: str, name: str) -> JsonObject:
@@ -122,12 +121,12 @@ def add_files(router: APIRouter, service: TrainingService, reader: BodyReader) -
 
     @router.post("/import_adapter/{name}")
     async def import_adapter(request: Request, tenant: Sender, name: str) -> JsonObject:
-        write = _unzipped(await reader.whole(request), most=reader.most)
-        return {"path": await service.import_adapter(tenant, name, write)}
+        files = _unzipped(await whole_body(request), most=request.state.max_body_bytes)
+        return {"path": await service.worker.on_engine(service.states.import_adapter, tenant, name, files)}
 
 
-def _unzipped(content: bytes, *, most: int) -> Callable[[Path], None]:
-    """A function that writes the two files of an adapter of a ZIP archive into a new folder.
+def _unzipped(content: bytes, *, most: int) -> dict[str, bytes]:
+    """The two files of an adapter in a ZIP archive of its folder.
 
     Raises:
         UserError: for another body.
@@ -145,13 +144,7 @@ def _unzipped(content: bytes, *, most: int) -> Callable[[Path], None]:
                 files[name] = file.read(most)
     except _ZIP_ERRORS as error:
         raise UserError("the body must be a ZIP archive of an adapter's folder, got another: zip it") from error
-
-    def write(folder: Path) -> None:
-        folder.mkdir()
-        for name, data in files.items():
-            (folder / name).write_bytes(data)
-
-    return write
+    return files
 
 
 def _shown_run(service: TrainingService, run: Run) -> JsonObject:
@@ -159,7 +152,7 @@ def _shown_run(service: TrainingService, run: Run) -> JsonObject:
     newest = {entry.kind: _shown_checkpoint(entry) for entry in saved}
     return {
         "training_run_id": run.run_id,
-        "base_model": service.trainer.base_model,
+        "base_model": service.base.base_model,
         "model_owner": run.tenant,
         "is_lora": True,
         "lora_rank": run.rank,

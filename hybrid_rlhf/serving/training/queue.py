@@ -33,6 +33,7 @@ class PackedRow:
 class Command:
     """One command of a model."""
 
+    model: Model
     name: str
     """Its name in the API."""
     future: Future
@@ -83,13 +84,8 @@ class Model:
         self.next_seq += 1
 
 
-@dataclass(frozen=True)
-class TakenRow:
-    """A row in a batch, and the command that it belongs to."""
-
-    model: Model
-    command: Command
-    row: PackedRow
+TakenRow = tuple[Command, PackedRow]
+"""A row in a batch, and the command that it belongs to."""
 
 
 class CommandQueue:
@@ -106,34 +102,33 @@ class CommandQueue:
         """Number of models of a tenant that are in the engine."""
         return sum(model.ready for model in self.models.values() if model.tenant is tenant)
 
-    def heads(self, *, ready: bool) -> list[tuple[Model, Command]]:
+    def heads(self, *, ready: bool) -> list[Command]:
         """The next command of each model that has one and is in the engine, or is not."""
-        heads = [(model, model.head) for model in self.models.values() if model.ready == ready]
-        return [(model, head) for model, head in heads if head is not None]
+        heads = [model.head for model in self.models.values() if model.ready == ready]
+        return [head for head in heads if head is not None]
 
-    def next_runs(self) -> list[tuple[Model, Command]]:
+    def next_runs(self) -> list[Command]:
         """The commands without rows that can run now, at most one of each model."""
-        return [(model, head) for model, head in self.heads(ready=True) if head.run is not None]
+        return [head for head in self.heads(ready=True) if head.run is not None]
 
     def next_rows(self) -> list[TakenRow]:
         """Rows of the next packed batch, in turn among the tenants; empty if none can run."""
-        waiting = [(model, head) for model, head in self.heads(ready=True) if head.rows]
+        waiting = [head for head in self.heads(ready=True) if head.rows]
         rows: list[TakenRow] = []
         used = 0
         while ready := sorted(
-            ((model, head) for model, head in waiting if head.taken < len(head.rows)),
-            key=lambda entry: entry[0].served_tokens,
+            (head for head in waiting if head.taken < len(head.rows)), key=lambda head: head.model.served_tokens
         ):
-            self._share.update(model.tenant for model, _ in ready)
-            model, command = self._share.next(ready, lambda entry: entry[0].tenant)
+            self._share.update(head.model.tenant for head in ready)
+            command = self._share.next(ready, lambda head: head.model.tenant)
             row = command.rows[command.taken]
             if rows and used + row.tokens > self._batch_tokens:
                 break
             command.taken += 1
             used += row.tokens
-            model.served_tokens += row.tokens
-            self._share.charge(model.tenant, row.tokens)
-            rows.append(TakenRow(model, command, row))
+            command.model.served_tokens += row.tokens
+            self._share.charge(command.model.tenant, row.tokens)
+            rows.append((command, row))
         if not rows:
             self._share.update(())
         return rows

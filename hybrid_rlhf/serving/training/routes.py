@@ -32,13 +32,13 @@ from hybrid_rlhf.serving.training.bodies import (
     read_body,
 )
 from hybrid_rlhf.serving.training.messages import read_forward_backward
-from hybrid_rlhf.serving.training.requests import BodyReader, Sender, page
+from hybrid_rlhf.serving.training.requests import Sender, body_of, json_body, page, whole_body
 from hybrid_rlhf.serving.training.service import TrainingService
 from hybrid_rlhf.serving.training.store import JsonObject
 from hybrid_rlhf.serving.training.tenants import Tenant
 
 
-def add_routes(router: APIRouter, service: TrainingService, reader: BodyReader) -> None:
+def add_routes(router: APIRouter, service: TrainingService) -> None:
     """Add the routes that the service answers."""
 
     def post(path: str, kind: type[BodyT], answer: Callable[[Tenant, BodyT, bytes], JsonObject]) -> None:
@@ -46,11 +46,11 @@ def add_routes(router: APIRouter, service: TrainingService, reader: BodyReader) 
 
         @router.post(f"/{path}")
         async def route(request: Request, tenant: Sender) -> JsonObject:
-            value, content = await reader.json(request)
+            value, content = await json_body(request)
             try:
                 body = read_body(value, kind)
             except UserError as error:
-                if not issubclass(kind, CommandBody):
+                if "seq_id" not in kind.model_fields or value.get("model_id") is None:
                     raise
                 return service.reject(tenant, read_body(value, CommandBody), path, content, error)
             return answer(tenant, body, content)
@@ -85,11 +85,11 @@ def add_routes(router: APIRouter, service: TrainingService, reader: BodyReader) 
 
     @router.post("/forward_backward")
     async def forward_backward(request: Request, tenant: Sender) -> JsonObject:
-        content = await reader.whole(request)
+        content = await whole_body(request)
         return service.forward_backward(tenant, read_forward_backward(content), content)
 
 
-def add_views(router: APIRouter, service: TrainingService, reader: BodyReader) -> None:
+def add_views(router: APIRouter, service: TrainingService) -> None:
     """Add the routes that show the server, its sessions and sampling sessions, and the one that ends a session."""
 
     @router.get("/healthz")
@@ -98,8 +98,8 @@ def add_views(router: APIRouter, service: TrainingService, reader: BodyReader) -
 
     @router.get("/get_server_capabilities")
     async def capabilities() -> JsonObject:
-        trainer = service.trainer
-        model = {"model_name": trainer.base_model, "max_context_length": trainer.max_tokens}
+        base = service.base
+        model = {"model_name": base.base_model, "max_context_length": base.max_tokens}
         return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
 
     @router.get("/sessions")
@@ -116,24 +116,22 @@ def add_views(router: APIRouter, service: TrainingService, reader: BodyReader) -
 
     @router.post("/sessions/{session_id}/finish")
     async def finish(request: Request, tenant: Sender, session_id: str) -> JsonObject:
-        await reader.json(request)
+        await json_body(request)
         service.finish_session(tenant, session_id)
         return {}
 
     @router.get("/samplers/{sampler_id}")
     async def sampler(tenant: Sender, sampler_id: str) -> JsonObject:
         path = service.sampler(tenant, sampler_id)
-        return {"sampler_id": sampler_id, "base_model": service.trainer.base_model, "model_path": path}
+        return {"sampler_id": sampler_id, "base_model": service.base.base_model, "model_path": path}
 
 
-def add_results(
-    router: APIRouter, service: TrainingService, reader: BodyReader, activity: Activity, poll_seconds: float
-) -> None:
+def add_results(router: APIRouter, service: TrainingService, activity: Activity, poll_seconds: float) -> None:
     """Add the route of results, which waits for one up to a time, or until the server stops."""
 
     @router.post("/retrieve_future")
     async def retrieve_future(request: Request, tenant: Sender) -> Response:
-        body = await reader.read(request, RetrieveBody)
+        body = await body_of(request, RetrieveBody)
         future = service.futures.find(body.request_id, tenant)
         end = time.monotonic() + poll_seconds
         while not future.done.is_set() and not activity.stops and (left := end - time.monotonic()) > 0:

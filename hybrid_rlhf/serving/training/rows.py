@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.training.base import LoadedBase
 from hybrid_rlhf.serving.training.futures import Answer
 from hybrid_rlhf.serving.training.losses import check_loss, sequence_loss
 from hybrid_rlhf.serving.training.messages import ForwardBackward, forward_backward_output, read_datum
 from hybrid_rlhf.serving.training.queue import Command, PackedRow
-from hybrid_rlhf.serving.training.trainer import Trainer
 
 
-def packed_rows(request: ForwardBackward, trainer: Trainer) -> Sequence[PackedRow]:
+def packed_rows(request: ForwardBackward, base: LoadedBase) -> Sequence[PackedRow]:
     """The rows of a command for the engine.
 
     Raises:
@@ -28,9 +28,9 @@ def packed_rows(request: ForwardBackward, trainer: Trainer) -> Sequence[PackedRo
     for index, message in enumerate(request.data):
         datum = read_datum(message, index)
         length = len(datum.tokens)
-        if not 1 <= length <= trainer.max_tokens:
+        if not 1 <= length <= base.max_tokens:
             raise UserError(
-                f"model_input must have 1 to {trainer.max_tokens} tokens, datum {index} has {length}: split it"
+                f"model_input must have 1 to {base.max_tokens} tokens, datum {index} has {length}: split it"
             )
         targets = datum.inputs.get("target_tokens")
         targets = targets.reshape(-1) if targets is not None and targets.ndim == 2 else targets
@@ -40,13 +40,13 @@ def packed_rows(request: ForwardBackward, trainer: Trainer) -> Sequence[PackedRo
                 "has others: send as many"
             )
         for key, ids in (("model_input", datum.tokens), ("target_tokens", targets)):
-            if ids.min() < 0 or ids.max() >= trainer.vocabulary:
+            if ids.min() < 0 or ids.max() >= base.vocabulary:
                 raise UserError(
-                    f"{key} must be token ids in 0..{trainer.vocabulary - 1}, datum {index} has "
+                    f"{key} must be token ids in 0..{base.vocabulary - 1}, datum {index} has "
                     f"{ids.min()}..{ids.max()}: use the tokenizer of the model"
                 )
         loss = sequence_loss(request.loss, request.loss_config, datum, index)
-        row = trainer.make_row(
+        row = base.make_row(
             request.model_id,
             tokens=torch.from_numpy(datum.tokens),
             targets=torch.from_numpy(targets.astype(np.int64)),

@@ -8,30 +8,27 @@ others are read from their checkpoints when they are asked for.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.generation import Completion, GenerationEngine
-from hybrid_rlhf.generation.open_batch import OpenBatch, PromptBatch, StreamedToken
+from hybrid_rlhf.generation import Completion
+from hybrid_rlhf.generation.open_batch import PromptBatch, StreamedToken
 from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
 from hybrid_rlhf.models.pretrained.adapters import LowRank, stored_adapter
+from hybrid_rlhf.serving.training.base import LoadedBase
 from hybrid_rlhf.serving.training.bodies import SampleBody
 from hybrid_rlhf.serving.training.futures import Future
 from hybrid_rlhf.serving.training.messages import sample_response
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
 from hybrid_rlhf.serving.training.store import Checkpoint
 from hybrid_rlhf.serving.training.tenants import FairShare
-
-Factors = Mapping[str, LowRank]
 
 
 @dataclass(eq=False)
@@ -61,16 +58,13 @@ class SampleJob:
 
 
 class Samplers:
-    """Samples for all tenants. Used on the event loop only, except `keep`."""
+    """Samples for all tenants. Used on the event loop only."""
 
-    def __init__(
-        self, lm: nn.Module, engine: GenerationEngine, batch: OpenBatch, *, resident: int, metrics: TrainingMetrics
-    ) -> None:
-        """Take the base, the engine that generates with it, its open batch, and the number of adapters that stay in the
-        engine."""
-        self._lm = lm
-        self._engine = engine
-        self.batch = batch
+    def __init__(self, base: LoadedBase, *, resident: int, metrics: TrainingMetrics) -> None:
+        """Take the base, and the number of adapters that stay in the engine that generates with it."""
+        self._lm = base.engine.lm
+        self._engine = base.generation
+        self.batch = base.batch
         self._resident = resident
         self._metrics = metrics
         self._share = FairShare()
@@ -78,9 +72,6 @@ class Samplers:
         self._running: set[SampleJob] = set()
         self._weights: OrderedDict[str, Weights] = OrderedDict()
         """Adapters by name, the one that was used last at the end."""
-        self._kept: dict[str, Factors] = {}
-        """Factors of checkpoints that were just saved, until they are first used."""
-        self._kept_lock = threading.Lock()
 
     def job(self, body: SampleBody, future: Future, checkpoint: Checkpoint | None) -> SampleJob:
         """The job of a request.
@@ -116,11 +107,6 @@ class Samplers:
         return SampleJob(
             future, prompt, sampling, checkpoint, body.topk_sample_logprobs, wanted if body.prompt_logprobs else None
         )
-
-    def keep(self, checkpoint: Checkpoint, factors: Factors) -> None:
-        """Keep the factors of a checkpoint that was just saved, so that they need not be read. Any thread calls it."""
-        with self._kept_lock:
-            self._kept = {_name(checkpoint): factors, **dict(islice(self._kept.items(), self._resident - 1))}
 
     def add(self, job: SampleJob) -> None:
         """Sample when it is its tenant's turn."""
@@ -218,10 +204,7 @@ class Samplers:
                 if not other.running and other.loading.done():
                     del self._weights[other.name]
                     await self._call(partial(self._engine.remove_adapters, [other.name]))
-            with self._kept_lock:
-                factors = self._kept.pop(name, None)
-            if factors is None:
-                factors = await asyncio.to_thread(read_factors, self._lm, str(checkpoint.folder))
+            factors = await asyncio.to_thread(read_factors, self._lm, str(checkpoint.folder))
             await self._call(partial(self._engine.set_adapter, name, factors))
         except BaseException:
             del self._weights[name]

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import TrainServerConfig
-from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.models.pretrained.adapters import stored_adapter
 from hybrid_rlhf.runtime.files.folder_lock import FolderLock
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.serving.admission import Activity
 from hybrid_rlhf.serving.server import StoppingServer
 from hybrid_rlhf.serving.training.app import build_app
+from hybrid_rlhf.serving.training.base import LoadedBase
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
 from hybrid_rlhf.serving.training.record import ServiceRecord, write_settings
 from hybrid_rlhf.serving.training.sampling import Samplers
 from hybrid_rlhf.serving.training.service import TrainingService
 from hybrid_rlhf.serving.training.store import Checkpoint, Store
 from hybrid_rlhf.serving.training.tenants import Quotas, Tenants
-from hybrid_rlhf.serving.training.trainer import Trainer
-from hybrid_rlhf.serving.web import bound_socket, url_of
+from hybrid_rlhf.serving.web import bound_socket
 
 SERVER_RUN = "server"
 """Run of the adapters that the operator of a server gives to all."""
@@ -36,21 +33,12 @@ _MIB = 2**20
 _GIB = 2**30
 
 
-@dataclass(frozen=True)
-class LoadedBase:
-    """A base model that trains and generates."""
-
-    trainer: Trainer
-    generation: GenerationEngine
-    batch: OpenBatch
-
-
 def serve_training(
     config: TrainServerConfig,
     load: Callable[[Path], LoadedBase],
-    *,
     api_keys: dict[str, str],
-    report: Callable[[str, str], None],
+    *,
+    report: Callable[[str], None],
 ) -> bool:
     """Serve until a signal; return False if the service has failed.
 
@@ -58,7 +46,7 @@ def serve_training(
         config: the settings.
         load: returns the model, which may keep files in the folder that it receives; called after the address is bound.
         api_keys: keys by the names of their tenants.
-        report: receives the name of the model and the URL of the server when it accepts requests.
+        report: receives the URL of the server when it accepts requests.
 
     Raises:
         UserError: when the address or the folder is in use, or the model does not fit.
@@ -80,15 +68,12 @@ def serve_training(
     def failed() -> bool:
         return app.state.failed or base.batch.failure is not None
 
-    def started() -> None:
-        report(config.served_name, url_of(*listener.getsockname()[:2]))
-
     server = StoppingServer(
         app,
         activity,
         seconds=config.shutdown_seconds,
         failed=failed,
-        started=started,
+        started=report,
         close=base.batch.close,
         beside=record.follow,
     )
@@ -118,16 +103,15 @@ def training_service(
         models=config.max_models,
         stored_bytes=int(config.max_stored_gib * _GIB),
     )
-    engine = base.trainer.engine
     for name, adapter in config.adapters.items():
         place = user_path(adapter)
-        engine.load(SERVER_RUN, place)
-        engine.remove(SERVER_RUN)
+        base.engine.load(SERVER_RUN, place)
+        base.engine.remove(SERVER_RUN)
         rank = stored_adapter(str(place)).rank
         store.add(Checkpoint(SERVER_RUN, "weights", name, None, rank, 0, time.time(), 0, folder=place))
-    samplers = Samplers(engine.lm, base.generation, base.batch, resident=config.max_resident_adapters, metrics=metrics)
+    samplers = Samplers(base, resident=config.max_resident_adapters, metrics=metrics)
     return TrainingService(
-        base.trainer,
+        base,
         samplers,
         store,
         Tenants(api_keys, quotas),

@@ -12,10 +12,10 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.training import AdamStep
+from hybrid_rlhf.serving.training.base import LoadedBase
 from hybrid_rlhf.serving.training.bodies import (
     CheckpointBody,
     CommandBody,
@@ -45,10 +45,8 @@ from hybrid_rlhf.serving.training.store import (
     Run,
     Store,
     UnknownObject,
-    checked_name,
 )
 from hybrid_rlhf.serving.training.tenants import Tenant, Tenants
-from hybrid_rlhf.serving.training.trainer import Trainer
 from hybrid_rlhf.serving.training.worker import EngineWorker
 
 Prepare = Callable[[Model, int], Callable[[], Answer] | Sequence[PackedRow]]
@@ -60,7 +58,7 @@ class TrainingService:
 
     def __init__(
         self,
-        trainer: Trainer,
+        base: LoadedBase,
         samplers: Samplers,
         store: Store,
         tenants: Tenants,
@@ -71,34 +69,32 @@ class TrainingService:
         """Take its parts.
 
         Args:
-            trainer: the engine that trains.
+            base: the model that trains and samples.
             samplers: what samples.
             store: runs and checkpoints on disk.
             tenants: the keys.
             session_seconds: time without a heartbeat or a command after which the models of a session leave the engine.
             metrics: what is counted.
         """
-        self.trainer = trainer
+        self.base = base
         self.samplers = samplers
         self.store = store
         self.tenants = tenants
         self.metrics = metrics
         self.futures = Futures()
         self.sessions = Sessions(store.sessions)
-        queue = CommandQueue(trainer.batch_tokens)
+        queue = CommandQueue(base.batch_tokens)
         self.models = queue.models
-        self.states = ModelStates(trainer, store, samplers, metrics)
+        self.states = ModelStates(base, store, metrics)
         self.worker = EngineWorker(queue, self.states, self.sessions, session_seconds=session_seconds, metrics=metrics)
         for tenant in tenants:
-            self._follow(tenant, queue)
-
-    def _follow(self, tenant: Tenant, queue: CommandQueue) -> None:
-        """Show a tenant in the metrics."""
-        name = tenant.name
-        self.metrics.follow("waiting_tokens", name, lambda: queue.waiting_tokens(tenant))
-        self.metrics.follow("requests_in_flight", name, lambda: tenant.requests)
-        self.metrics.follow("models", name, lambda: queue.models_of(tenant))
-        self.metrics.follow("stored_bytes", name, lambda: self.store.stored_bytes(name))
+            metrics.follow(
+                tenant.name,
+                waiting_tokens=partial(queue.waiting_tokens, tenant),
+                requests_in_flight=partial(getattr, tenant, "requests"),
+                models=partial(queue.models_of, tenant),
+                stored_bytes=partial(store.stored_bytes, tenant.name),
+            )
 
     # -- sessions
 
@@ -158,7 +154,7 @@ class TrainingService:
                 self.store.write_run(run)
                 return answer
 
-            self.worker.add(Model(run, tenant, next_seq=0), 0, Command(name, future, write))
+            self.worker.add(0, Command(Model(run, tenant, next_seq=0), name, future, write))
         return {"request_id": future.request_id, "model_id": run.run_id}
 
     def run(self, tenant: Tenant, model_id: str) -> Run:
@@ -176,11 +172,11 @@ class TrainingService:
     def info(self, tenant: Tenant, body: ModelId, _: bytes) -> JsonObject:
         """What a model is."""
         run = self.run(tenant, body.model_id)
-        base = self.trainer.base_model
+        base = self.base.base_model
         data = {
-            "arch": type(self.trainer.engine.lm).__name__,
+            "arch": type(self.base.engine.lm).__name__,
             "model_name": base,
-            "tokenizer_id": self.trainer.tokenizer_id,
+            "tokenizer_id": self.base.tokenizer_id,
         }
         return {
             "type": "get_info",
@@ -209,7 +205,7 @@ class TrainingService:
     def forward_backward(self, tenant: Tenant, request: ForwardBackward, content: bytes) -> JsonObject:
         """Accept a forward pass, usually with a backward pass."""
         body = read_body({"model_id": request.model_id, "seq_id": request.seq_id}, CommandBody)
-        return self._submit(tenant, "forward_backward", body, content, lambda *_: packed_rows(request, self.trainer))
+        return self._submit(tenant, "forward_backward", body, content, lambda *_: packed_rows(request, self.base))
 
     def optim_step(self, tenant: Tenant, body: OptimStepBody, content: bytes) -> JsonObject:
         """Accept an update."""
@@ -244,7 +240,7 @@ class TrainingService:
         # if it is not known, its state is read from its run's saved one before this command
         model = known or Model(run, tenant, next_seq=run.saved_seq + 1)
         seq = model.last_seq + 1 if body.seq_id is None else body.seq_id
-        if known is None and seq > model.next_seq:
+        if known is None and (body.seq_id is None or seq > model.next_seq):  # updates may be missing
             raise Gone(
                 f"the server has stopped since, and the updates of {run.run_id} after "
                 f"{run.saved_path or 'its beginning'} are lost: create a training client from that state"
@@ -263,8 +259,8 @@ class TrainingService:
                 work = prepare(model, seq)
             except Exception as error:  # noqa: BLE001 - it fails in its place, or later ones would wait for ever
                 work = partial(_raise, error)
-            command = Command(name, future, work) if callable(work) else Command(name, future, rows=work)
-            self.worker.add(model, seq, command)
+            command = partial(Command, model, name, future)
+            self.worker.add(seq, command(work) if callable(work) else command(rows=work))
         return {"request_id": request_id, "model_id": run.run_id}
 
     # -- sampling
@@ -277,8 +273,7 @@ class TrainingService:
             self._require_base(body.base_model or "")
         else:
             self._sampled(body.model_path, tenant)
-        if sampler_id not in self.store.samplers:
-            self.store.samplers.write(sampler_id, tenant=tenant.name, path=body.model_path)
+        self.store.write_sampler(sampler_id, tenant.name, body.model_path)
         return {"sampling_session_id": sampler_id, "type": "create_sampling_session"}
 
     def join_sampler(self, tenant: Tenant, body: SamplerId, _: bytes) -> JsonObject:
@@ -330,29 +325,8 @@ class TrainingService:
         return checkpoint
 
     def _require_base(self, name: str) -> None:
-        if name != self.trainer.base_model:
-            raise UserError(f"base_model must be {self.trainer.base_model}, got {name[:200]!r}: name that")
-
-    # -- adapters from elsewhere
-
-    async def import_adapter(self, tenant: Tenant, name: str, write: Callable[[Path], None]) -> str:
-        """Store an adapter of peft as a checkpoint that a model can begin with.
-
-        Args:
-            tenant: the key that owns it.
-            name: its name.
-            write: makes its folder.
-
-        Returns:
-            its path.
-
-        Raises:
-            UserError: when it is no adapter of this base, or the key has too many checkpoints.
-        """
-        run_id = f"import-{secrets.token_hex(4)}"
-        checkpoint = Checkpoint(run_id, "weights", checked_name(name), tenant.name, 0, 0)
-        await self.worker.on_engine(self.states.import_adapter, tenant, checkpoint, write)
-        return checkpoint.path
+        if name != self.base.base_model:
+            raise UserError(f"base_model must be {self.base.base_model}, got {name[:200]!r}: name that")
 
 
 def _raise(error: Exception) -> Answer:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
@@ -11,15 +12,13 @@ from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import AdamStep
 from hybrid_rlhf.models.lora import linear_layers
 from hybrid_rlhf.models.pretrained.adapters import stored_adapter
+from hybrid_rlhf.serving.training.base import LoadedBase
 from hybrid_rlhf.serving.training.bodies import CheckpointBody, LoadBody, SaveBody, SaveForSamplerBody
 from hybrid_rlhf.serving.training.futures import Answer, CommandFailed
-from hybrid_rlhf.serving.training.merging import write_merged
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
 from hybrid_rlhf.serving.training.queue import Model
-from hybrid_rlhf.serving.training.sampling import Samplers
 from hybrid_rlhf.serving.training.store import Checkpoint, Run, Store, checked_name
 from hybrid_rlhf.serving.training.tenants import Tenant
-from hybrid_rlhf.serving.training.trainer import Trainer
 
 LORA_ALPHA = 32.0
 """Scale of every adapter, times its rank: the client has no key for it."""
@@ -28,18 +27,11 @@ LORA_ALPHA = 32.0
 class ModelStates:
     """The states of all models. Used on the engine's thread only."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        store: Store,
-        samplers: Samplers,
-        metrics: TrainingMetrics,
-    ) -> None:
-        """Take the engine, the disk, what samples with saved weights, and what counts steps."""
-        self.engine = trainer.engine
+    def __init__(self, base: LoadedBase, store: Store, metrics: TrainingMetrics) -> None:
+        """Take the engine, the disk, and what counts steps."""
+        self.engine = base.engine
         self.store = store
-        self._tokenizer = trainer.tokenizer
-        self._samplers = samplers
+        self._tokenizer = base.tokenizer
         self._metrics = metrics
 
     def bring_in(self, model: Model) -> None:
@@ -113,11 +105,12 @@ class ModelStates:
         """Write a checkpoint of a model; `seq`: of the command.
 
         Raises:
-            UserError: for a name that cannot be one or is taken, or when the key has too many checkpoints.
+            UserError: for a name that cannot be one or is taken, a sampling session that has other weights, or when the
+                key has too many checkpoints.
         """
         run = model.run
         kind = body.kind
-        self.require_room(model.tenant)
+        self._require_room(model.tenant)
         sampler = body.sampling_session_seq_id if isinstance(body, SaveForSamplerBody) else None
         checkpoint = Checkpoint(
             run.run_id,
@@ -134,16 +127,13 @@ class ModelStates:
 
         def write(folder: Path) -> None:
             if kind == "external_weights":
-                factors = self.engine.factors(run.run_id)
-                write_merged(self.engine.lm, factors, folder, tokenizer=self._tokenizer)
+                self._write_merged(run.run_id, folder)
             else:
                 self.engine.save(run.run_id, folder, with_optimizer=kind == "weights")
 
-        self.store.write_checkpoint(checkpoint, write, overwrite=isinstance(body, SaveBody) and body.overwrite)
         if checkpoint.sampler is not None:
-            self.store.samplers.write(checkpoint.sampler, tenant=run.tenant, path=checkpoint.path)
-        if kind == "sampler_weights":
-            self._samplers.keep(checkpoint, self.engine.factors(run.run_id))
+            self.store.write_sampler(checkpoint.sampler, run.tenant, checkpoint.path)
+        self.store.write_checkpoint(checkpoint, write, overwrite=isinstance(body, SaveBody) and body.overwrite)
         if not model.has_gradient and model.broken is None:  # a gradient is not saved
             if kind == "weights":
                 model.saved = True
@@ -153,7 +143,16 @@ class ModelStates:
                 self.store.write_run(run)
         return {**saved_answer(checkpoint), "type": body.command}
 
-    def require_room(self, tenant: Tenant) -> None:
+    def _write_merged(self, run_id: str, folder: Path) -> None:
+        """Write the base with an adapter merged into its weights, as a Hugging Face folder."""
+        lm = self.engine.lm
+        weights = lm.state_dict()
+        for name, change in self.engine.factors(run_id).items():
+            weights[name] = change.merged(weights[name])
+        lm.save_pretrained(folder, state_dict=weights)
+        self._tokenizer.save_pretrained(folder)
+
+    def _require_room(self, tenant: Tenant) -> None:
         """Raise UserError when a key has too many bytes of checkpoints."""
         stored = self.store.stored_bytes(tenant.name)
         quota = tenant.quotas.stored_bytes
@@ -162,21 +161,33 @@ class ModelStates:
                 f"key {tenant.name} has {stored} bytes of checkpoints, at most {quota}: delete some, or set ttl_seconds"
             )
 
-    def import_adapter(self, tenant: Tenant, checkpoint: Checkpoint, write: Callable[[Path], None]) -> None:
-        """Store an adapter of peft as a checkpoint of a key; `write` makes its folder.
+    def import_adapter(self, tenant: Tenant, name: str, files: Mapping[str, bytes]) -> str:
+        """Store an adapter of peft as a checkpoint that a model can begin with.
+
+        Args:
+            tenant: the key that owns it.
+            name: its name.
+            files: contents of the files of its folder.
+
+        Returns:
+            its path.
 
         Raises:
             UserError: when it is no adapter of this base, or the key has too many checkpoints.
         """
-        self.require_room(tenant)
+        checkpoint = Checkpoint(f"import-{secrets.token_hex(4)}", "weights", checked_name(name), tenant.name, 0, 0)
+        self._require_room(tenant)
 
         def save(folder: Path) -> None:
-            write(folder)
+            folder.mkdir()
+            for file, content in files.items():
+                (folder / file).write_bytes(content)
             self.engine.load(checkpoint.run_id, folder)
             self.engine.remove(checkpoint.run_id)
             checkpoint.rank = stored_adapter(str(folder)).rank
 
         self.store.write_checkpoint(checkpoint, save, overwrite=False)
+        return checkpoint.path
 
 
 def saved_answer(checkpoint: Checkpoint) -> dict[str, str | None]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.atomic import restore_folders, whole_folder, write_whole
 from hybrid_rlhf.runtime.files.durable import flush
 from hybrid_rlhf.runtime.files.reading import stored_object
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -37,8 +37,6 @@ KINDS: dict[str, str] = {"weights": "training", "sampler_weights": "sampler", "e
 META_FILE = "checkpoint.json"
 _PATH = re.compile(r"tinker://([\w.:-]+)/(weights|sampler_weights|external_weights)/([\w.-]+)")
 _NAME = re.compile(r"\w[\w.-]{0,127}", re.ASCII)  # a file's name has at most 255 bytes
-_REPLACED = ".replaced.partial"
-"""End of the name of a checkpoint that is being overwritten."""
 KEPT_SAMPLERS = 8
 """Number of unnamed sampler checkpoints of a run that are kept."""
 
@@ -139,12 +137,7 @@ class Store:
         """Read what is there, and remove what a killed server has not finished."""
         self._runs_folder = folder / "runs"
         self._runs_folder.mkdir(parents=True, exist_ok=True)
-        for replaced in self._runs_folder.glob(f"*/*/.*{_REPLACED}"):
-            folder_before = replaced.with_name(replaced.name[1:].removesuffix(_REPLACED))
-            if not folder_before.exists():  # killed before the new one had its name
-                replaced.rename(folder_before)
-        for partial in self._runs_folder.glob("*/*/.*.partial"):
-            shutil.rmtree(partial)
+        restore_folders(self._runs_folder, "*/*/")
         runs = [Run(**_object(file)) for file in self._runs_folder.glob("*/run.json")]
         self.runs = {run.run_id: run for run in runs}
         """Runs by id."""
@@ -166,6 +159,17 @@ class Store:
         flush(self._runs_folder)
         self.runs[run.run_id] = run
 
+    def write_sampler(self, sampler_id: str, tenant: str, path: str | None) -> None:
+        """Write a sampling session; None: it samples the base model.
+
+        Raises:
+            UserError: when it has other weights.
+        """
+        record = {"tenant": tenant, "path": path}
+        if self.samplers.get(sampler_id, record) != record:
+            raise UserError(f"a sampling session keeps its weights, {sampler_id} has others: number it anew")
+        self.samplers.write(sampler_id, **record)
+
     def write_checkpoint(self, checkpoint: Checkpoint, save: Callable[[Path], None], *, overwrite: bool) -> None:
         """Write a checkpoint.
 
@@ -181,29 +185,12 @@ class Store:
         # a command that a killed server had not answered comes again
         if replaced is not None and not overwrite and replaced.seq != checkpoint.seq:
             raise UserError(f"a checkpoint never changes, {checkpoint.path} exists: give another name, or overwrite")
-        kind_folder = self._runs_folder / checkpoint.run_id / checkpoint.kind
-        kind_folder.mkdir(parents=True, exist_ok=True)
-        folder = kind_folder / checkpoint.name
-        beside = kind_folder / f".{checkpoint.name}.partial"
-        replaced_folder = kind_folder / f".{checkpoint.name}{_REPLACED}"
-        shutil.rmtree(beside, ignore_errors=True)
-        shutil.rmtree(replaced_folder, ignore_errors=True)
-        try:
+        folder = self._runs_folder / checkpoint.run_id / checkpoint.kind / checkpoint.name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with whole_folder(folder) as beside:
             save(beside)
             checkpoint.size_bytes = sum(file.stat().st_size for file in beside.iterdir())
             write_whole(beside / META_FILE, _content(checkpoint))
-            for file in beside.iterdir():
-                flush(file)
-            if folder.exists():
-                folder.rename(replaced_folder)
-            beside.rename(folder)
-        except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)  # free its space, which a full disk needs
-            if replaced_folder.exists():
-                replaced_folder.rename(folder)
-            raise
-        flush(kind_folder)
-        shutil.rmtree(replaced_folder, ignore_errors=True)
         checkpoint.folder = folder
         self.add(checkpoint)
         unnamed = [saved for saved in self.checkpoints(run_id=checkpoint.run_id) if saved.unnamed]

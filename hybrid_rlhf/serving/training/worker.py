@@ -54,8 +54,9 @@ class EngineWorker:
         self._next_sweep = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
 
-    def add(self, model: Model, seq: int, command: Command) -> None:
-        """Add a command to a model, which is known from now on."""
+    def add(self, seq: int, command: Command) -> None:
+        """Add a command to its model, which is known from now on."""
+        model = command.model
         self._queue.models[model.run.run_id] = model
         model.waiting[seq] = command
         self._wake.set()
@@ -88,11 +89,11 @@ class EngineWorker:
     async def _turn(self) -> bool:
         """Run one command of each model, and one packed batch; False if there was nothing to do."""
         absent = self._queue.heads(ready=False)
-        for model, command in absent:
-            await self._bring_in(model, command)
+        for command in absent:
+            await self._bring_in(command)
         runs = self._queue.next_runs()
-        for model, command in runs:
-            await self._run(model, command)
+        for command in runs:
+            await self._run(command)
         rows = self._queue.next_rows()
         if rows:
             await self._compute(rows)
@@ -100,7 +101,8 @@ class EngineWorker:
 
     # -- commands
 
-    async def _bring_in(self, model: Model, command: Command) -> None:
+    async def _bring_in(self, command: Command) -> None:
+        model = command.model
         tenant = model.tenant
         most = tenant.quotas.models
         try:
@@ -113,8 +115,9 @@ class EngineWorker:
             command.future.fail_with(error, command.name)
             await self._leave(model)
 
-    async def _run(self, model: Model, command: Command) -> None:
+    async def _run(self, command: Command) -> None:
         assert command.run is not None
+        model = command.model
         try:
             command.future.finish(await self.on_engine(command.run))
         except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
@@ -129,37 +132,34 @@ class EngineWorker:
         start = time.perf_counter()
         error = await self._compute_together(rows)
         if error is not None:
-            by_command: dict[Command, list[TakenRow]] = {}
-            for row in rows:
-                by_command.setdefault(row.command, []).append(row)
-            for command, command_rows in by_command.items():
-                if len(by_command) > 1:
-                    error = await self._compute_together(command_rows)
+            commands = list(dict.fromkeys(command for command, _ in rows))
+            for command in commands:
+                if len(commands) > 1:
+                    error = await self._compute_together([taken for taken in rows if taken[0] is command])
                 if error is not None:
-                    _break(command_rows[0].model, command, error)
+                    _break(command, error)
         self._metrics.batch_seconds.observe(time.perf_counter() - start)
-        self._metrics.batch_models.observe(len({row.model for row in rows}))
+        self._metrics.batch_models.observe(len({command.model for command, _ in rows}))
 
     async def _compute_together(self, rows: list[TakenRow]) -> Exception | None:
         """Compute rows as one packed batch; returns why the engine could not."""
         try:
-            results = await self.on_engine(self._states.engine.forward_backward, [taken.row.row for taken in rows])
+            results = await self.on_engine(self._states.engine.forward_backward, [row.row for _, row in rows])
         except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
-            commands = len({taken.command for taken in rows})
+            commands = len({command for command, _ in rows})
             logger.error("a packed batch of %d commands has failed", commands, exc_info=error)
             return error
-        for taken, result in zip(rows, results, strict=True):
-            model = taken.model
-            command = taken.command
-            model.has_gradient |= taken.row.learns
+        for (command, row), result in zip(rows, results, strict=True):
+            model = command.model
+            model.has_gradient |= row.learns
             command.results.append(result)
-            self._metrics.trained_tokens.labels(model.tenant.name).inc(taken.row.tokens)
+            self._metrics.trained_tokens.labels(model.tenant.name).inc(row.tokens)
             if len(command.results) == len(command.rows):
                 try:
                     answer = forward_backward_answer(command)
                 except Exception as error:  # noqa: BLE001 - as above; its gradient must not be computed again
                     logger.error("the answer of a command has failed", exc_info=error)
-                    _break(model, command, error)
+                    _break(command, error)
                 else:
                     command.future.finish(answer)
                     model.end()
@@ -195,11 +195,11 @@ class EngineWorker:
             command.future.fail("the model has been unloaded, or was never made", by_user=True)
 
 
-def _break(model: Model, command: Command, error: Exception) -> None:
+def _break(command: Command, error: Exception) -> None:
     """Fail a command whose rows cannot be computed; the step that their gradient is for is left out too."""
     by_user = isinstance(error, UserError)
     text = str(error) if by_user else f"{type(error).__name__}: the log of the server tells why"
     command.future.fail(f"forward_backward has failed: {text}", by_user=by_user)
     if command.rows[0].learns:
-        model.broken = text
-    model.end()
+        command.model.broken = text
+    command.model.end()

@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.data.collation import padded
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.pretrained.folders import first_line
@@ -126,12 +127,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     def _scores(self, rows: Sequence[list[int]], counts: Sequence[int]) -> list[tuple[float, bool]]:
         """The summed log-prob of the last `count` tokens of each row, and true if all of them are greedy."""
-        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=self._device)
-        real = torch.zeros_like(ids, dtype=torch.bool)
-        wanted = torch.zeros_like(ids, dtype=torch.bool)
+        ids, real = padded(rows, 0, self._device)
+        wanted = torch.zeros_like(real)
         for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            ids[place, : len(row)] = torch.tensor(row, device=self._device)
-            real[place, : len(row)] = True
             wanted[place, len(row) - count : len(row)] = True
         hidden, _ = self._policy.hidden(ids, real, wanted)
         results = []

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import AdamStep
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.models.pretrained.adapters import LowRank
 
 
@@ -55,20 +57,25 @@ class TrainingEngine(Protocol):
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """An engine, and what the service says of its base model."""
+class LoadedBase:
+    """A base model that trains and generates, and what the service says of it."""
 
     engine: TrainingEngine
     make_row: RowMaker
+    generation: GenerationEngine
+    batch: OpenBatch
     base_model: str
     """Name of the base model in requests."""
     tokenizer: PreTrainedTokenizerBase
     tokenizer_id: str
     """Folder or hub name that clients load the tokenizer from."""
-    max_tokens: int
-    """Longest sequence."""
     batch_tokens: int
     """Tokens of a packed micro-batch."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence."""
+        return self.batch.max_tokens
 
     @property
     def vocabulary(self) -> int:
