@@ -24,15 +24,10 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions, ModelEngine, Role
-from hybrid_rlhf.engines.partition import base_parameters, full_weights, gathered, has_partitions
+from hybrid_rlhf.engines.partition import base_weights, full_weights, gathered, has_partitions
 from hybrid_rlhf.engines.residency.offload import OffloadedStates
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
-from hybrid_rlhf.engines.sampling_engine import (
-    check_closed,
-    groups_of,
-    rollout_backend,
-    rounds_otherwise,
-)
+from hybrid_rlhf.engines.sampling_engine import backend_maker, check_closed, groups_of, rounds_otherwise
 from hybrid_rlhf.engines.weight_check import ElementCheck, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
@@ -100,9 +95,13 @@ class HybridEngine(ModelEngine):
         if residency is None:
             rules = ResidencyRules.of_rollout(self._rollout, cuda=world.device.type == "cuda")
             residency = rules.actor(int(engine.zero_optimization_stage()), samples=samples)
-        self._offloads_states = residency.visits("optimizer") or residency.visits("gradients")
+        offloads = residency.visits("optimizer") or residency.visits("gradients")
+        self._host_states = OffloadedStates(engine, world.device) if offloads else None
         # with a larger policy lag, several snapshots with separate weights are open at a time
         self._keeps = residency.stays("inference weights") and self._rollout.policy_lag <= 1
+        self._make_backend = backend_maker(self._rollout)
+        self._shares_memory = not self._rollout.policy_lag
+        """True if inference weights may share memory with the training weights."""
         self._snapshot: GenerationEngine | None = None
         together = self._rollout.tensor_parallel if samples else 1
         self.generation_world = world.split(together, own=self._rollout.streaming is not None)
@@ -115,8 +114,9 @@ class HybridEngine(ModelEngine):
         """Time of the check after the last weight sync."""
         self.work = DecodeWork()
         """Decoding work of this rank in the last rollout."""
-        self._host_states = OffloadedStates(engine, world.device)
-        self._elements = ElementCheck(self.lm)
+        self._weights = base_weights(self.lm)
+        """The weights that a sync reads."""
+        self._elements = ElementCheck(self._weights)
         dtype = next(self.lm.parameters()).dtype
         inference_dtype = DTYPES.get(self._rollout.dtype, dtype)
         quantization = self._rollout.quantization
@@ -141,7 +141,7 @@ class HybridEngine(ModelEngine):
         if rollout.backend == "auto":
             self._inference_weights = plan_inference_weights(
                 self.lm,
-                [name for name, _ in base_parameters(self.lm)],
+                [weight.name for weight in self._weights],
                 world=self.generation_world,
                 dtype=dtype,
                 in_place=self._keeps,
@@ -182,7 +182,8 @@ class HybridEngine(ModelEngine):
     @property
     def deepspeed_engine(self) -> DeepSpeedEngine:
         """The DeepSpeed engine, after offloaded states have returned to the device."""
-        self._host_states.wait()
+        if self._host_states is not None:
+            self._host_states.wait()
         return self._engine
 
     @property
@@ -212,7 +213,7 @@ class HybridEngine(ModelEngine):
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
-            if self._offloads_states:
+            if self._host_states is not None:
                 stack.enter_context(self._host_states.on_host())
             backend: GenerationBackend
             if self._inference_weights is not None:
@@ -262,7 +263,7 @@ class HybridEngine(ModelEngine):
             check_closed(self._snapshot)
             backend = self._synced_backend()
         else:
-            backend = rollout_backend(self._build_decoder(views=False), self._rollout, cuda_graphs=False)
+            backend = self._make_backend(self._build_decoder(views=False), cuda_graphs=False)
         self.weight_sync_seconds += time.perf_counter() - start
         backend.capture_between_runs()
         self._snapshot = GenerationEngine(
@@ -297,9 +298,9 @@ class HybridEngine(ModelEngine):
         if previous is not None and not self._inference_weights.in_place:
             previous.backend.close()  # free its weights before newer ones are built
             previous = None
-        decoder = self._build_decoder(views=not self._rollout.policy_lag)
+        decoder = self._build_decoder(views=self._shares_memory)
         if previous is None:
-            backend = rollout_backend(decoder, self._rollout)
+            backend = self._make_backend(decoder)
         else:
             backend = previous.backend
             backend.sync_weights(decoder)
@@ -311,7 +312,7 @@ class HybridEngine(ModelEngine):
         """Build and check a decoder with the current weights; `views`: it may share memory with the training
         weights."""
         assert self._inference_weights is not None, "called for models with inference weights only"
-        weights = full_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
+        weights = full_weights(self._weights, bucket_elements=BUCKET_ELEMENTS)
         decoder = self._inference_weights.build(
             (weight.name, value, weight.is_persistent if views else weight.is_copy)
             for weight, value in self._elements(weights, seed=self.weight_version)
