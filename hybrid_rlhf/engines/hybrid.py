@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,15 +45,6 @@ from hybrid_rlhf.runtime.world import World
 
 BUCKET_ELEMENTS = 2**26
 """Maximum number of elements gathered at once, unless a single weight is larger."""
-
-
-@dataclass(frozen=True)
-class _KeptBackend:
-    """Inference weights, KV cache and CUDA graphs that stay in memory between rollouts or snapshots."""
-
-    weight_version: int
-    """Version of the training weights at the last sync; -1 forces the next sync."""
-    backend: NativeBackend
 
 
 class HybridEngine(ModelEngine):
@@ -127,7 +118,10 @@ class HybridEngine(ModelEngine):
         """Limit of the mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
         self.rounds_otherwise = rounds_otherwise(self._rollout, dtype)
         """True if log-probs are computed with a different precision in sampling than in training, on any ranks."""
-        self._kept: _KeptBackend | None = None
+        self._kept: NativeBackend | None = None
+        """Inference weights, KV cache and CUDA graphs that stay in memory between rollouts or snapshots."""
+        self._kept_version = -1
+        """Version of the training weights at the last sync; -1 forces the next sync."""
         self._module_support: ModuleSupport | None = None
         self._inference_weights: InferenceWeights | None = None
         architecture = self._plan_inference_weights(inference_dtype) if samples else architecture_of(self.lm)
@@ -278,34 +272,30 @@ class HybridEngine(ModelEngine):
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
         """Context in which the model temporarily has other weights under the same version; they are synced on use."""
-        self._force()
+        self._kept_version = -1
         try:
             yield
         finally:
-            self._force()
-
-    def _force(self) -> None:
-        if self._kept is not None:
-            self._kept = replace(self._kept, weight_version=-1)
+            self._kept_version = -1
 
     def _synced_backend(self) -> NativeBackend:
         """Return a backend with the current weights; syncs only if they have changed or were not kept."""
-        previous = self._kept
-        if previous is not None and previous.weight_version == self.weight_version:
-            return previous.backend
+        backend = self._kept
+        if backend is not None and self._kept_version == self.weight_version:
+            return backend
         self._kept = None
         assert self._inference_weights is not None, "called for models with inference weights only"
-        if previous is not None and not self._inference_weights.in_place:
-            previous.backend.close()  # free its weights before newer ones are built
-            previous = None
+        if backend is not None and not self._inference_weights.in_place:
+            backend.close()  # free its weights before newer ones are built
+            backend = None
         decoder = self._build_decoder(views=self._shares_memory)
-        if previous is None:
+        if backend is None:
             backend = self._make_backend(decoder)
         else:
-            backend = previous.backend
             backend.sync_weights(decoder)
         if self._keeps:
-            self._kept = _KeptBackend(self.weight_version, backend)
+            self._kept = backend
+            self._kept_version = self.weight_version
         return backend
 
     def _build_decoder(self, *, views: bool) -> Decoder:

@@ -49,7 +49,7 @@ class LogprobAgreement:
 
 
 def agreement(
-    logprobs: Tensor, expected: Tensor, dtype: torch.dtype, *, low_precision: float, magnitude: float = 0.0
+    logprobs: Tensor, *, expected: Tensor, dtype: torch.dtype, low_precision: float, magnitude: float = 0.0
 ) -> LogprobAgreement:
     """Compare log-probs with the expected ones.
 

@@ -190,7 +190,9 @@ def _check(lm: PreTrainedModel, computed: Tensor, expected: Callable[[], Tensor]
     """Raise UserError if the probe's values computed by inference weights differ from the model's on the first rank."""
     wanted = world.broadcast_object(expected().cpu() if world.is_main else torch.empty(0))
     magnitude = float(wanted.abs().mean())
-    result = agreement(computed, wanted, lm.dtype, low_precision=LOW_PRECISION_TOLERANCE, magnitude=magnitude)
+    result = agreement(
+        computed, expected=wanted, dtype=lm.dtype, low_precision=LOW_PRECISION_TOLERANCE, magnitude=magnitude
+    )
     if not result.holds:
         raise UserError(
             f"inference weights must agree with {type(lm).__name__} to {result.tolerance:.3g}, they differ by "

@@ -58,7 +58,7 @@ def require_own_logits(lm: PreTrainedModel) -> None:
     whole, prefix = Policy(lm)(ids.where(real, 0), real, real)[0]
     logprobs = torch.cat([whole[1:], prefix[1:_PREFIX_TOKENS]])
     expected = torch.cat([expected, expected[: _PREFIX_TOKENS - 1]])
-    result = agreement(logprobs, expected, lm.dtype, low_precision=_LOW_PRECISION_TOLERANCE)
+    result = agreement(logprobs, expected=expected, dtype=lm.dtype, low_precision=_LOW_PRECISION_TOLERANCE)
     if not result.holds:
         raise UserError(
             f"log-probs of padded rows must agree with the logits of {name} to {result.tolerance} nats, they differ "

@@ -96,7 +96,11 @@ class CriticCopy:
                 values = InferenceScorer(decoder)(ids, ids >= 0)[0]
                 unit = max(1.0, float(expected.abs().mean()))  # rounding of large values is large
                 result = agreement(
-                    values / unit, expected / unit, plane.dtype, low_precision=LOW_PRECISION_TOLERANCE, magnitude=1.0
+                    values / unit,
+                    expected=expected / unit,
+                    dtype=plane.dtype,
+                    low_precision=LOW_PRECISION_TOLERANCE,
+                    magnitude=1.0,
                 )
                 require(
                     result.holds,

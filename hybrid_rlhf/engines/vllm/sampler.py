@@ -419,7 +419,7 @@ def require_agreement(
         updates: optimizer updates so far, for the message.
     """
     dtype = torch.float32 if exact else torch.bfloat16
-    result = agreement(torch.tensor(logprobs), expected, dtype, low_precision=LOW_PRECISION_TOLERANCE)
+    result = agreement(torch.tensor(logprobs), expected=expected, dtype=dtype, low_precision=LOW_PRECISION_TOLERANCE)
     tolerance = result.tolerance if limit is None else limit
     require(
         result.measured <= tolerance,

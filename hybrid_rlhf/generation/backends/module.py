@@ -315,8 +315,8 @@ def _holds(lm: PreTrainedModel, support: ModuleSupport, rows: Sequence[_ProbeRow
     expected = torch.stack([row.logits for row in rows])
     return agreement(
         computed.float().log_softmax(dim=-1),
-        expected.log_softmax(dim=-1),
-        lm.dtype,
+        expected=expected.log_softmax(dim=-1),
+        dtype=lm.dtype,
         low_precision=LOW_PRECISION_TOLERANCE,
         magnitude=float(expected.abs().amax(dim=-1).mean()),
     ).holds

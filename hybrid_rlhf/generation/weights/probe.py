@@ -114,9 +114,9 @@ def agreement_with(decoder: Decoder, expected: Tensor) -> LogprobAgreement:
     quantised = bool(decoder.quantisation_errors)
     return agreement(
         token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device)),
-        expected,
+        expected=expected,
         # int8 rounds by 1/127 of the largest value, bfloat16 by 1/128
-        torch.bfloat16 if quantised else decoder.dtype,
+        dtype=torch.bfloat16 if quantised else decoder.dtype,
         low_precision=QUANTISED_TOLERANCE if quantised else LOW_PRECISION_TOLERANCE,
         magnitude=float(logits.abs().amax(dim=-1).mean()),
     )
