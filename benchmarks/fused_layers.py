@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hybrid_rlhf.functional.operations import BACKENDS, linear, use_backend
-from hybrid_rlhf.models.fused_layers import fuse_layers
+from hybrid_rlhf.models.fused_layers import BackendLinear, fuse_layers
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.policy import backbone_hidden
-from hybrid_rlhf.models.pretrained.loading import BackendLinear
 from hybrid_rlhf.runtime.host_memory import keep_freed_memory
 
 TURNS = 8

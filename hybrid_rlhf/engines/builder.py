@@ -38,7 +38,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.engines.learning_rates import Learning, derived_rate
+from hybrid_rlhf.engines.learning_rates import Learning, derived_rate, lr_factor
 from hybrid_rlhf.engines.partition import gathered, set_weights, share_weights
 from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.engines.separate.reader import InferenceReader
@@ -467,20 +467,3 @@ def _prepare_deepspeed(world: World) -> None:
     release_closed_groups()
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend="nccl" if world.device.type == "cuda" else "gloo", verbose=False)
-
-
-def lr_factor(step: int, *, config: OptimizerConfig, total_steps: int) -> float:
-    """Return the factor of optimizer.lr for an update.
-
-    Args:
-        step: number of earlier updates.
-        config: schedule and warmup_fraction.
-        total_steps: number of updates of the run; linear and cosine schedules reach 0 after the last one.
-    """
-    warmup_steps = math.ceil(config.warmup_fraction * total_steps)
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if config.schedule == "constant":
-        return 1.0
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -7,6 +7,7 @@ count of the whole update as its divisor. DeepSpeed's mean over ranks is undone 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -109,6 +110,8 @@ class ModelEngine:
             self._host_weights = OffloadedWeights(self.module, world.device, layers=layer_list(self.lm) or ())
         if self.is_trained and isinstance(engine.optimizer, torch.optim.Optimizer):
             # Clip here, so that the norm is known; DeepSpeed's own optimizers report it.
+            self._parts = {parameter: split_of(parameter).parts for parameter in self.module.parameters()}
+            """Number of parts of each parameter on different ranks."""
             replace_model_step(engine, self._step_if_finite)
         if world.size == 1:
             disable_gradient_allreduce(engine)
@@ -167,7 +170,7 @@ class ModelEngine:
         """Config of the Hugging Face model."""
         return self.lm.config
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         """Number of parameters, including adapters."""
         return sum(elements_of(parameter) or math.prod(full_shape(parameter)) for parameter in self.module.parameters())
@@ -241,23 +244,22 @@ class ModelEngine:
 
     def _step_if_finite(self, lr_kwargs: dict[str, Any] | None) -> None:
         """Update a plain float32 engine unless the gradient is not finite; DeepSpeed's update would apply it anyway."""
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        norm = self._grad_norm(parameters)
+        norm = self._grad_norm()
         set_grad_norm(self._engine, float(norm))
         if not norm.isfinite():
             skip_model_step(self._engine)
             return
         # below the limit, clipping would multiply all gradients by 1
         if 0.0 < self._options.max_grad_norm < float(norm):
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._options.max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._parts, self._options.max_grad_norm, norm)
         model_step(self._engine, lr_kwargs)
 
-    def _grad_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+    def _grad_norm(self) -> Tensor:
         """Return the norm of the gradients of a plain float32 engine, with those of the parts of other ranks."""
         grads: dict[int, list[Tensor]] = {1: []}
-        for parameter in parameters:
-            assert parameter.grad is not None
-            grads.setdefault(split_of(parameter).parts, []).append(parameter.grad)
+        for parameter, parts in self._parts.items():
+            if parameter.grad is not None:
+                grads.setdefault(parts, []).append(parameter.grad)
         total = torch.nn.utils.get_total_norm(grads.pop(1))
         for parts, of_parts in grads.items():  # each part's gradient is on size / parts ranks
             square = self.world.all_reduce(torch.nn.utils.get_total_norm(of_parts).square())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,15 +24,10 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions, ModelEngine, Role
-from hybrid_rlhf.engines.partition import base_parameters, full_weights, gathered, has_partitions
+from hybrid_rlhf.engines.partition import base_weights, full_weights, gathered, has_partitions
 from hybrid_rlhf.engines.residency.offload import OffloadedStates
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
-from hybrid_rlhf.engines.sampling_engine import (
-    check_closed,
-    groups_of,
-    rollout_backend,
-    rounds_otherwise,
-)
+from hybrid_rlhf.engines.sampling_engine import backend_maker, check_closed, groups_of, rounds_otherwise
 from hybrid_rlhf.engines.weight_check import ElementCheck, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
@@ -50,15 +45,6 @@ from hybrid_rlhf.runtime.world import World
 
 BUCKET_ELEMENTS = 2**26
 """Maximum number of elements gathered at once, unless a single weight is larger."""
-
-
-@dataclass(frozen=True)
-class _KeptBackend:
-    """Inference weights, KV cache and CUDA graphs that stay in memory between rollouts or snapshots."""
-
-    weight_version: int
-    """Version of the training weights at the last sync; -1 forces the next sync."""
-    backend: NativeBackend
 
 
 class HybridEngine(ModelEngine):
@@ -100,9 +86,13 @@ class HybridEngine(ModelEngine):
         if residency is None:
             rules = ResidencyRules.of_rollout(self._rollout, cuda=world.device.type == "cuda")
             residency = rules.actor(int(engine.zero_optimization_stage()), samples=samples)
-        self._offloads_states = residency.visits("optimizer") or residency.visits("gradients")
+        offloads = residency.visits("optimizer") or residency.visits("gradients")
+        self._host_states = OffloadedStates(engine, world.device) if offloads else None
         # with a larger policy lag, several snapshots with separate weights are open at a time
         self._keeps = residency.stays("inference weights") and self._rollout.policy_lag <= 1
+        self._make_backend = backend_maker(self._rollout)
+        self._shares_memory = not self._rollout.policy_lag
+        """True if inference weights may share memory with the training weights."""
         self._snapshot: GenerationEngine | None = None
         together = self._rollout.tensor_parallel if samples else 1
         self.generation_world = world.split(together, own=self._rollout.streaming is not None)
@@ -115,8 +105,9 @@ class HybridEngine(ModelEngine):
         """Time of the check after the last weight sync."""
         self.work = DecodeWork()
         """Decoding work of this rank in the last rollout."""
-        self._host_states = OffloadedStates(engine, world.device)
-        self._elements = ElementCheck(self.lm)
+        self._weights = base_weights(self.lm)
+        """The weights that a sync reads."""
+        self._elements = ElementCheck(self._weights)
         dtype = next(self.lm.parameters()).dtype
         inference_dtype = DTYPES.get(self._rollout.dtype, dtype)
         quantization = self._rollout.quantization
@@ -127,7 +118,10 @@ class HybridEngine(ModelEngine):
         """Limit of the mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
         self.rounds_otherwise = rounds_otherwise(self._rollout, dtype)
         """True if log-probs are computed with a different precision in sampling than in training, on any ranks."""
-        self._kept: _KeptBackend | None = None
+        self._kept: NativeBackend | None = None
+        """Inference weights, KV cache and CUDA graphs that stay in memory between rollouts or snapshots."""
+        self._kept_version = -1
+        """Version of the training weights at the last sync; -1 forces the next sync."""
         self._module_support: ModuleSupport | None = None
         self._inference_weights: InferenceWeights | None = None
         architecture = self._plan_inference_weights(inference_dtype) if samples else architecture_of(self.lm)
@@ -141,7 +135,7 @@ class HybridEngine(ModelEngine):
         if rollout.backend == "auto":
             self._inference_weights = plan_inference_weights(
                 self.lm,
-                [name for name, _ in base_parameters(self.lm)],
+                [weight.name for weight in self._weights],
                 world=self.generation_world,
                 dtype=dtype,
                 in_place=self._keeps,
@@ -182,7 +176,8 @@ class HybridEngine(ModelEngine):
     @property
     def deepspeed_engine(self) -> DeepSpeedEngine:
         """The DeepSpeed engine, after offloaded states have returned to the device."""
-        self._host_states.wait()
+        if self._host_states is not None:
+            self._host_states.wait()
         return self._engine
 
     @property
@@ -212,7 +207,7 @@ class HybridEngine(ModelEngine):
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
-            if self._offloads_states:
+            if self._host_states is not None:
                 stack.enter_context(self._host_states.on_host())
             backend: GenerationBackend
             if self._inference_weights is not None:
@@ -262,7 +257,7 @@ class HybridEngine(ModelEngine):
             check_closed(self._snapshot)
             backend = self._synced_backend()
         else:
-            backend = rollout_backend(self._build_decoder(views=False), self._rollout, cuda_graphs=False)
+            backend = self._make_backend(self._build_decoder(views=False), cuda_graphs=False)
         self.weight_sync_seconds += time.perf_counter() - start
         backend.capture_between_runs()
         self._snapshot = GenerationEngine(
@@ -277,41 +272,37 @@ class HybridEngine(ModelEngine):
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
         """Context in which the model temporarily has other weights under the same version; they are synced on use."""
-        self._force()
+        self._kept_version = -1
         try:
             yield
         finally:
-            self._force()
-
-    def _force(self) -> None:
-        if self._kept is not None:
-            self._kept = replace(self._kept, weight_version=-1)
+            self._kept_version = -1
 
     def _synced_backend(self) -> NativeBackend:
         """Return a backend with the current weights; syncs only if they have changed or were not kept."""
-        previous = self._kept
-        if previous is not None and previous.weight_version == self.weight_version:
-            return previous.backend
+        backend = self._kept
+        if backend is not None and self._kept_version == self.weight_version:
+            return backend
         self._kept = None
         assert self._inference_weights is not None, "called for models with inference weights only"
-        if previous is not None and not self._inference_weights.in_place:
-            previous.backend.close()  # free its weights before newer ones are built
-            previous = None
-        decoder = self._build_decoder(views=not self._rollout.policy_lag)
-        if previous is None:
-            backend = rollout_backend(decoder, self._rollout)
+        if backend is not None and not self._inference_weights.in_place:
+            backend.close()  # free its weights before newer ones are built
+            backend = None
+        decoder = self._build_decoder(views=self._shares_memory)
+        if backend is None:
+            backend = self._make_backend(decoder)
         else:
-            backend = previous.backend
             backend.sync_weights(decoder)
         if self._keeps:
-            self._kept = _KeptBackend(self.weight_version, backend)
+            self._kept = backend
+            self._kept_version = self.weight_version
         return backend
 
     def _build_decoder(self, *, views: bool) -> Decoder:
         """Build and check a decoder with the current weights; `views`: it may share memory with the training
         weights."""
         assert self._inference_weights is not None, "called for models with inference weights only"
-        weights = full_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
+        weights = full_weights(self._weights, bucket_elements=BUCKET_ELEMENTS)
         decoder = self._inference_weights.build(
             (weight.name, value, weight.is_persistent if views else weight.is_copy)
             for weight, value in self._elements(weights, seed=self.weight_version)

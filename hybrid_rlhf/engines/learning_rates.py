@@ -1,13 +1,16 @@
-"""Default learning rates: published rates of 7B models, scaled by the width of the trained model.
+"""Learning rates: the defaults, which are published rates of 7B models scaled by the width of the trained model, and
+their schedules.
 
-docs/defaults.md has the sources and the measurements.
+docs/defaults.md has the sources and the measurements of the defaults.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig
 
 Learning = Literal["sft", "reward", "preference", "actor", "critic"]
 """Type of training: on tokens, on pairs, or on the model's own completions."""
@@ -39,3 +42,20 @@ def derived_rate(learning: Learning, *, width: int, lora: LoraConfig | None) -> 
         rate *= LORA_FACTOR * LORA_ALPHA / max(lora.alpha, LORA_ALPHA)
         source += f" and adapters of alpha {lora.alpha:g}"
     return float(f"{rate:.1e}"), source
+
+
+def lr_factor(step: int, *, config: OptimizerConfig, total_steps: int) -> float:
+    """Return the factor of optimizer.lr for an update.
+
+    Args:
+        step: number of earlier updates.
+        config: schedule and warmup_fraction.
+        total_steps: number of updates of the run; linear and cosine schedules reach 0 after the last one.
+    """
+    warmup_steps = math.ceil(config.warmup_fraction * total_steps)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))

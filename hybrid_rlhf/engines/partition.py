@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from hybrid_rlhf.engines.deepspeed_internals import full_elements, is_partitione
 from hybrid_rlhf.models.four_bit import FourBitWeight, is_four_bit, plain_value, share_four_bit
 from hybrid_rlhf.models.lora import base_weight, four_bit_weight, lora_layers, merged_weight, plain_name, weights_of
 from hybrid_rlhf.models.structure import backbone_of
-from hybrid_rlhf.models.weight_split import split_of
+from hybrid_rlhf.models.weight_split import WeightSplit, split_of
 from hybrid_rlhf.runtime.world import World
 
 if TYPE_CHECKING:
@@ -42,37 +42,48 @@ def gathered(parameters: Iterable[nn.Parameter], *, writer_rank: int | None = No
 
 
 @dataclass(frozen=True)
-class GatheredWeight:
-    """A weight of the base model that is gathered at the moment."""
+class BaseWeight:
+    """A weight of the base model."""
 
     name: str
     """Name in the Hugging Face model."""
-    parameter: nn.Parameter
+    parameters: tuple[nn.Parameter, ...]
+    """The weight, then the factors of its adapter."""
     adapter: LoraLayer | None
     """LoRA layer with this base weight; none: the weight has no adapter."""
+    split: WeightSplit | None
+    """How ranks share it in parts; none: each has the whole weight."""
+    is_four_bit: bool
+    """True if the weight is in 4 bits."""
     whole: Tensor | None = None
-    """The whole value, if ranks share it in parts."""
+    """The whole value, while it is gathered from the ranks that share it in parts."""
 
-    def with_parts(self) -> GatheredWeight:
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The weight."""
+        return self.parameters[0]
+
+    def with_parts(self) -> BaseWeight:
         """Return the weight with its parts on other ranks gathered. Every rank calls."""
-        split = split_of(self.parameter)
-        return self if split.parts == 1 else replace(self, whole=split.whole(self.parameter))
+        return self if self.split is None else replace(self, whole=self.split.whole(self.parameter))
 
     def merged(self) -> Tensor:
         """Return the value, with the adapter, if any, merged into a copy; dequantised if it is in 4 bits."""
         if self.whole is not None:
             return self.whole
-        return plain_value(self.parameter) if self.adapter is None else merged_weight(self.adapter)
+        if self.adapter is not None:
+            return merged_weight(self.adapter)
+        return plain_value(self.parameter) if self.is_four_bit else self.parameter.detach()
 
     def sampled(self) -> Tensor | FourBitWeight:
         """Return the value that inference weights are built from: `merged`, or the weight in 4 bits with its
         adapter."""
-        return four_bit_weight(self.parameter, self.adapter) if is_four_bit(self.parameter) else self.merged()
+        return four_bit_weight(self.parameter, self.adapter) if self.is_four_bit else self.merged()
 
     @property
     def is_copy(self) -> bool:
         """True if the memory of `sampled` does not change in training: it is new, or that of frozen 4-bit weights."""
-        if is_four_bit(self.parameter):
+        if self.is_four_bit:
             return not is_partitioned(self.parameter)
         return self.adapter is not None or self.whole is not None
 
@@ -89,34 +100,36 @@ def base_parameters(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield plain_name(name), parameter
 
 
-def adapted_layers(lm: nn.Module) -> dict[int, LoraLayer]:
-    """Return the layers with adapters, by the id of their base weight."""
-    return {id(base_weight(layer)): layer for _, layer in lora_layers(lm)}
+def base_weights(lm: nn.Module) -> list[BaseWeight]:
+    """Return a model's weights, partitioned or not, with or without adapters; tied weights once."""
+    adapted = {id(base_weight(layer)): layer for _, layer in lora_layers(lm)}
+    weights = []
+    for name, parameter in base_parameters(lm):
+        layer = adapted.get(id(parameter))
+        parameters = [parameter] if layer is None else weights_of(layer)
+        split = split_of(parameter)
+        weights.append(
+            BaseWeight(name, tuple(parameters), layer, None if split.parts == 1 else split, is_four_bit(parameter))
+        )
+    return weights
 
 
-def full_weights(lm: nn.Module, *, bucket_elements: int) -> Iterator[GatheredWeight]:
-    """Yield a model's weights one by one; each is gathered until the next. Every rank must iterate over all of them.
+def full_weights(weights: Sequence[BaseWeight], *, bucket_elements: int) -> Iterator[BaseWeight]:
+    """Yield weights one by one; each is gathered until the next. Every rank must iterate over all of them.
 
     Args:
-        lm: partitioned or not, with or without adapters.
+        weights: those of a model.
         bucket_elements: maximum number of elements gathered at once; a larger weight is gathered alone.
     """
-    adapted = adapted_layers(lm)
-    bucket: list[GatheredWeight] = []
-    parts: list[nn.Parameter] = []
+    bucket: list[BaseWeight] = []
     elements = 0
-    weights = list(base_parameters(lm))
-    for number, (name, parameter) in enumerate(weights, start=1):
-        layer = adapted.get(id(parameter))
-        bucket.append(GatheredWeight(name, parameter, layer))
-        mine = [parameter] if layer is None else weights_of(layer)
-        parts += mine
-        elements += sum(full_elements(part) for part in mine)
-        if number == len(weights) or elements + full_elements(weights[number][1]) > bucket_elements:
-            with gathered(parts):
-                yield from (weight.with_parts() for weight in bucket)
+    for number, weight in enumerate(weights, start=1):
+        bucket.append(weight)
+        elements += sum(full_elements(part) for part in weight.parameters)
+        if number == len(weights) or elements + full_elements(weights[number].parameter) > bucket_elements:
+            with gathered([part for held in bucket for part in held.parameters]):
+                yield from (held.with_parts() for held in bucket)
             bucket = []
-            parts = []
             elements = 0
 
 
@@ -126,7 +139,7 @@ def full_tensors(lm: nn.Module, world: World) -> Iterator[tuple[str, Tensor | No
     Every rank must iterate over all of them. Only rank 0 receives tensors, on the host, so no device needs memory for a
     full model.
     """
-    for weight in full_weights(lm, bucket_elements=0):
+    for weight in full_weights(base_weights(lm), bucket_elements=0):
         yield weight.name, weight.merged().to("cpu", copy=True).contiguous() if world.is_main else None
     persistent = set(lm.state_dict(keep_vars=True)) - {name for name, _ in lm.named_parameters(remove_duplicate=False)}
     for name, buffer in lm.named_buffers():
@@ -155,7 +168,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     Every rank must make this call.
     """
     parameters = dict(target.named_parameters())
-    for weight in full_weights(source, bucket_elements=0):
+    for weight in full_weights(base_weights(source), bucket_elements=0):
         set_weights(parameters[weight.name], weight.merged())
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -12,19 +14,18 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
-from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.runtime.world import World
 
 
-def rollout_backend(decoder: Decoder, rollout: RolloutConfig, *, cuda_graphs: bool = True) -> NativeBackend:
-    """Return a backend for a decoder, with the memory settings of a rollout section."""
-    return NativeBackend(
-        decoder,
+def backend_maker(rollout: RolloutConfig) -> Callable[..., NativeBackend]:
+    """Return NativeBackend with the memory settings of a rollout section."""
+    return functools.partial(
+        NativeBackend,
         max_batch_rows=rollout.max_decode_rows,
         kv_cache_gib=rollout.kv_cache_gib,
         prefill_tokens=rollout.prefill_tokens,
-        cuda_graphs=cuda_graphs and rollout.cuda_graphs,
+        cuda_graphs=rollout.cuda_graphs,
     )
 
 

@@ -18,26 +18,26 @@ whose change is rounded away in the dtype of the weights changes no element, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.engine import ModelEngine
-from hybrid_rlhf.engines.partition import GatheredWeight, adapted_layers, base_parameters
+from hybrid_rlhf.engines.partition import BaseWeight
+from hybrid_rlhf.functional.logprobs import FLOAT32_TOLERANCE
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE, agreement_with, probe_hidden, probe_routes
 from hybrid_rlhf.models.four_bit import FourBitWeight
-from hybrid_rlhf.models.head_check import FLOAT32_TOLERANCE, probe_tokens
-from hybrid_rlhf.models.lora import Adapter, weights_of
+from hybrid_rlhf.models.head_check import probe_tokens
+from hybrid_rlhf.models.lora import Adapter
 from hybrid_rlhf.models.routers.replay import are_chosen
 from hybrid_rlhf.models.structure import layer_list
-from hybrid_rlhf.models.weight_split import split_of
 from hybrid_rlhf.runtime.world import World
 
 ELEMENTS = 512
@@ -61,20 +61,19 @@ class WrongElements:
 class ElementCheck:
     """Compares the weights of a sync as they are read."""
 
-    def __init__(self, lm: nn.Module) -> None:
-        """Args: the trained model, partitioned or not, with or without adapters."""
-        adapted = adapted_layers(lm)
-        self._weights = {name: (parameter, adapted.get(id(parameter))) for name, parameter in base_parameters(lm)}
+    def __init__(self, weights: Sequence[BaseWeight]) -> None:
+        """Args: the weights of the trained model."""
+        self._weights = {weight.name: weight for weight in weights}
         self._excess: dict[str, Tensor] = {}
 
     def __call__(
-        self, weights: Iterable[GatheredWeight], *, seed: int
-    ) -> Iterator[tuple[GatheredWeight, Tensor | FourBitWeight]]:
+        self, weights: Iterable[BaseWeight], *, seed: int
+    ) -> Iterator[tuple[BaseWeight, Tensor | FourBitWeight]]:
         """Compare weights while they are gathered; yields each weight and its value in generation. 4-bit weights are
         not compared, as generation reads them where training does.
 
         Args:
-            weights: all weights of one sync.
+            weights: all weights of one sync, gathered.
             seed: selects the elements; use a different one for each sync.
         """
         self._excess = {}
@@ -95,17 +94,18 @@ class ElementCheck:
     @torch.no_grad()
     def _compare(self, name: str, value: Tensor, generator: torch.Generator) -> Tensor:
         """Return the excess of a weight (WrongElements), a float64 scalar."""
-        parameter, layer = self._weights[name]
-        value = split_of(parameter).local(value)
+        weight = self._weights[name]
+        if weight.split is not None:
+            value = weight.split.local(value)
         experts = len(value) if value.dim() == 3 else 0
         draws = torch.rand(max(ELEMENTS, experts * _ELEMENTS_PER_EXPERT), generator=generator, dtype=torch.float64)
         places = (draws * value.numel()).long().to(value.device)
         elements = value.take(places).double()
-        base = parameter.detach().take(places)
-        if layer is None:
+        base = weight.parameter.detach().take(places)
+        if weight.adapter is None:
             return (elements - base.double()).abs().sum().nan_to_num(0.0)
-        factors = [factor.detach() for factor in weights_of(layer)[1:]]
-        expected = Adapter.of(layer).merged_elements(base, *factors, places=places, shape=value.shape).double()
+        factors = [factor.detach() for factor in weight.parameters[1:]]
+        expected = Adapter.of(weight.adapter).merged_elements(base, *factors, places=places, shape=value.shape).double()
         rounding = torch.finfo(value.dtype).eps * expected.abs().mean()
         allowed = _MISSED * (expected - base.double()).abs().sum() + _ROUNDED * rounding
         return ((elements - expected).abs().sum() - allowed).nan_to_num(0.0)

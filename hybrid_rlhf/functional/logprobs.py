@@ -1,4 +1,4 @@
-"""Log-probs and entropy of tokens, from logits or straight from hidden states.
+"""Log-probs and entropy of tokens, from logits or straight from hidden states; how far two computations may differ.
 
 The logits of a batch, [B, T, V], are the largest tensor of language-model training. `logprobs_from_hidden` computes
 them in chunks of tokens, in forward and again in backward.
@@ -8,6 +8,7 @@ Shapes: B batch, T time, N tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +20,52 @@ from hybrid_rlhf.functional.masking import at_least_float32
 from hybrid_rlhf.functional.operations import add_wide_product, linear, wide_linear
 from hybrid_rlhf.functional.triton_language import HAS_TRITON
 
+FLOAT32_TOLERANCE = 2e-3
+"""Largest difference of log-probs in float32, in nats, that `agreement` allows."""
+_ROUNDING_STEPS = 2.0
+"""Allowed mean difference in rounding steps of the dtype at the magnitude of the logits. In tiny models, different
+orders of summation give differences of 0.2 to 0.9 steps."""
+
 
 def token_logprobs(logits: Tensor, *, labels: Tensor) -> Tensor:
     """Log-probs [B, T] of labels [B, T] under logits [B, T, V], in float32 or better."""
     _check_labels(labels, logits)
     logprobs = torch.log_softmax(at_least_float32(logits), dim=-1)
     return logprobs.gather(-1, labels[..., None]).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class LogprobAgreement:
+    """Difference of log-probs from the expected ones, in nats."""
+
+    measured: float
+    """Largest difference in float32, mean difference in lower precision."""
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """True if the difference is within the tolerance; False for NaN."""
+        return self.measured <= self.tolerance
+
+
+def agreement(
+    logprobs: Tensor, *, expected: Tensor, dtype: torch.dtype, low_precision: float, magnitude: float = 0.0
+) -> LogprobAgreement:
+    """Compare log-probs with the expected ones.
+
+    Args:
+        logprobs: [P - 1] log-probs to check.
+        expected: [P - 1] log-probs of the reference.
+        dtype: dtype of the computation.
+        low_precision: allowed mean difference in nats for dtypes other than float32.
+        magnitude: magnitude of the logits; the tolerance is at least two rounding steps of the dtype at it.
+    """
+    difference = (logprobs - expected.to(logprobs)).abs()
+    if dtype == torch.float32:
+        return LogprobAgreement(float(difference.max()), FLOAT32_TOLERANCE)
+    return LogprobAgreement(
+        float(difference.mean()), max(low_precision, _ROUNDING_STEPS * torch.finfo(dtype).eps * magnitude)
+    )
 
 
 def logprobs_from_hidden(

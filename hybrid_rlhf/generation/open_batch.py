@@ -28,8 +28,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.batching.arrivals import Arrivals, Taken
+from hybrid_rlhf.generation.batching.continuous import BatchLoad
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker, continue_requests
-from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.sampling import Completion, FinishReason, PromptLogprobs, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.openmp import release_workers

@@ -6,8 +6,9 @@ the batch nor on the device or the number of ranks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -83,10 +84,18 @@ def per_request(sampling: SamplingParams | Sequence[SamplingParams], requests: i
     """
     if isinstance(sampling, SamplingParams):
         seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**62, ()).item())
-        return [replace(sampling, seed=derive_seed(seed, index)) for index in range(requests)]
+        return [with_seed(sampling, derive_seed(seed, index)) for index in range(requests)]
     if len(sampling) != requests:
         raise ValueError(f"sampling needs one SamplingParams per prompt, got {len(sampling)} for {requests} prompts")
-    return [p if p.seed is not None else replace(p, seed=int(torch.randint(2**62, ()).item())) for p in sampling]
+    return [p if p.seed is not None else with_seed(p, int(torch.randint(2**62, ()).item())) for p in sampling]
+
+
+def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    """Return parameters with another seed. The others are not checked again, as `replace` would for each prompt of each
+    rollout."""
+    seeded = copy.copy(params)
+    object.__setattr__(seeded, "seed", seed)
+    return seeded
 
 
 def derive_seed(*keys: int) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.functional.logprobs import agreement
 from hybrid_rlhf.functional.masking import position_ids
 from hybrid_rlhf.generation.architecture.hugging_face import SCORE_HEAD, NotDescribed
 from hybrid_rlhf.generation.model.attention import Attention, Chunks
@@ -27,7 +28,7 @@ from hybrid_rlhf.generation.ops.sampling import gather_vocabulary
 from hybrid_rlhf.generation.sampling import PromptLogprobs
 from hybrid_rlhf.generation.weights.inference_weights import DescribedModel, InferenceWeights
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
-from hybrid_rlhf.models.head_check import agreement, module_logprobs, probe_tokens
+from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.policy import HEAD_CHUNK_TOKENS, Scorer, places_before, scatter_tokens
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
@@ -189,7 +190,9 @@ def _check(lm: PreTrainedModel, computed: Tensor, expected: Callable[[], Tensor]
     """Raise UserError if the probe's values computed by inference weights differ from the model's on the first rank."""
     wanted = world.broadcast_object(expected().cpu() if world.is_main else torch.empty(0))
     magnitude = float(wanted.abs().mean())
-    result = agreement(computed, wanted, lm.dtype, low_precision=LOW_PRECISION_TOLERANCE, magnitude=magnitude)
+    result = agreement(
+        computed, expected=wanted, dtype=lm.dtype, low_precision=LOW_PRECISION_TOLERANCE, magnitude=magnitude
+    )
     if not result.holds:
         raise UserError(
             f"inference weights must agree with {type(lm).__name__} to {result.tolerance:.3g}, they differ by "

@@ -103,7 +103,8 @@ class CheckpointManager:
 
     def _save_if_due(self, loop: Callable[[], LoopState], metrics: Mapping[str, float], *, is_due: bool) -> None:
         """Save if a checkpoint is due, or a signal has reached any rank; stop if the signal asks for it."""
-        self._writer.poll()
+        if self._writer.pending is not None:
+            self._writer.poll()
         signals = self._interrupts
         save = is_due or signals.saves > self._handled_saves
         flags = torch.tensor([float(signals.stop), float(save)], device=self._world.device)

@@ -1,8 +1,9 @@
-"""Replaces a model's RMS norms and rotary positions with those of `functional/operations.py`, on a CPU in float32.
+"""Replaces a model's products, RMS norms and rotary positions with those of `functional/operations.py`, on a CPU in
+float32.
 
-They need fewer passes over memory and fewer parallel regions than transformers' modules, which saves 2 to 3% of a layer
-(docs/benchmarks/training.md). Other dtypes and devices use transformers' code. A module keeps its weights, names and
-base classes; only the modules of this model change, not transformers' classes.
+Norms and rotary positions need fewer passes over memory and fewer parallel regions than transformers' modules, which
+saves 2 to 3% of a layer (docs/benchmarks/training.md). Other dtypes and devices use transformers' code. A module keeps
+its weights, names and base classes; only the modules of this model change, not transformers' classes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.functional.operations import rms_norm, rotate
+from hybrid_rlhf.functional.operations import linear, rms_norm, rotate
 
 RMS_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm"})
 """Norms of the form x / rms(x) * weight; Gemma's add 1 to the weight."""
@@ -22,6 +23,14 @@ ROTARY_ATTENTIONS = frozenset({"LlamaAttention", "MistralAttention", "Qwen2Atten
 """Attention modules that rotate all dimensions of a head, in two halves."""
 _ROTARY = "apply_rotary_pos_emb"
 """Name of the rotary function that transformers calls in the forward of attention."""
+
+
+class BackendLinear(nn.Linear):
+    """torch's linear layer, computed by functional/operations.py."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
+        """Return input @ weight.T + bias."""
+        return linear(input, self.weight, self.bias)
 
 
 def fuse_layers(model: nn.Module) -> None:

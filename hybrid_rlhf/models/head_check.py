@@ -6,15 +6,15 @@ Without the check, a family with another convention would be trained on another 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.functional.logprobs import token_logprobs
+from hybrid_rlhf.functional.logprobs import agreement, token_logprobs
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.structure import backbone_of
 
@@ -22,52 +22,14 @@ PROBE_TOKENS = 20
 """More tokens than a block of the KV cache has."""
 _PREFIX_TOKENS = 10
 """Number of tokens of the padded row that checks padding, or packing."""
-FLOAT32_TOLERANCE = 2e-3
-"""Largest difference of the probe's log-probs in float32, in nats."""
 _LOW_PRECISION_TOLERANCE = 0.25
 """Mean difference of the probe's log-probs in nats, for a model that rounds its logits to bfloat16 or float16."""
-_ROUNDING_STEPS = 2.0
-"""Allowed mean difference in rounding steps of the dtype at the magnitude of the logits. In tiny models, different
-orders of summation give differences of 0.2 to 0.9 steps."""
 
 
-@dataclass(frozen=True)
-class LogitAgreement:
-    """Difference of a probe's log-probs from the expected ones, in nats."""
-
-    measured: float
-    """Largest difference in float32, mean difference in lower precision."""
-    tolerance: float
-
-    @property
-    def holds(self) -> bool:
-        """True if the difference is within the tolerance; False for NaN."""
-        return self.measured <= self.tolerance
-
-
-def agreement(
-    logprobs: Tensor, expected: Tensor, dtype: torch.dtype, *, low_precision: float, magnitude: float = 0.0
-) -> LogitAgreement:
-    """Compare log-probs with the expected ones.
-
-    Args:
-        logprobs: [P - 1] log-probs to check.
-        expected: [P - 1] log-probs of the reference.
-        dtype: dtype of the computation.
-        low_precision: allowed mean difference in nats for dtypes other than float32.
-        magnitude: magnitude of the logits; the tolerance is at least two rounding steps of the dtype at it.
-    """
-    difference = (logprobs - expected.to(logprobs)).abs()
-    if dtype == torch.float32:
-        return LogitAgreement(float(difference.max()), FLOAT32_TOLERANCE)
-    return LogitAgreement(
-        float(difference.mean()), max(low_precision, _ROUNDING_STEPS * torch.finfo(dtype).eps * magnitude)
-    )
-
-
-def probe_tokens(vocab_size: int, count: int = PROBE_TOKENS) -> list[int]:
+@functools.cache
+def probe_tokens(vocab_size: int, count: int = PROBE_TOKENS) -> tuple[int, ...]:
     """The prompt with which heads and inference weights are checked."""
-    return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    return tuple(torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(0)).tolist())
 
 
 @torch.no_grad()
@@ -96,7 +58,7 @@ def require_own_logits(lm: PreTrainedModel) -> None:
     whole, prefix = Policy(lm)(ids.where(real, 0), real, real)[0]
     logprobs = torch.cat([whole[1:], prefix[1:_PREFIX_TOKENS]])
     expected = torch.cat([expected, expected[: _PREFIX_TOKENS - 1]])
-    result = agreement(logprobs, expected, lm.dtype, low_precision=_LOW_PRECISION_TOLERANCE)
+    result = agreement(logprobs, expected=expected, dtype=lm.dtype, low_precision=_LOW_PRECISION_TOLERANCE)
     if not result.holds:
         raise UserError(
             f"log-probs of padded rows must agree with the logits of {name} to {result.tolerance} nats, they differ "

@@ -22,7 +22,15 @@ from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
 from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.functional.operations import wide_linear
 from hybrid_rlhf.models.families import has_float32_logits, head_convention
-from hybrid_rlhf.models.packing import SequenceShard, pack, packs, shard_rows, tensor_world, with_summed_gradient
+from hybrid_rlhf.models.packing import (
+    SequenceShard,
+    pack,
+    packs,
+    rows_world,
+    shard_rows,
+    tensor_world,
+    with_summed_gradient,
+)
 from hybrid_rlhf.models.routers.losses import RouterLoss, RouterLosses
 from hybrid_rlhf.models.routers.replay import RouterReplay
 from hybrid_rlhf.models.structure import backbone_of
@@ -65,12 +73,13 @@ class HeadLogprobs(nn.Module):
     @property
     def summed_weight(self) -> Tensor:
         """The weight; under tensor parallelism its gradient is summed over the ranks, each of which has some tokens."""
-        return with_summed_gradient(self.weight, self._world)
+        return self.weight if self._world is None else with_summed_gradient(self.weight, self._world)
 
     @property
     def summed_bias(self) -> Tensor | None:
         """The bias, as the weight."""
-        return None if self.bias is None else with_summed_gradient(self.bias, self._world)
+        bias: Tensor | None = self.bias
+        return bias if bias is None or self._world is None else with_summed_gradient(bias, self._world)
 
     def scaled(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Hidden states and bias, multiplied by the family's logit scale."""
@@ -133,8 +142,8 @@ class Policy(nn.Module):
         Returns:
             logprobs and entropy, [B, T] float32, 0 outside token_mask.
         """
-        shard = shard_rows(self.lm, input_ids, attention_mask.bool())
-        if shard is not None:
+        if (world := rows_world(self.lm)) is not None:
+            shard = shard_rows(self.lm, world, input_ids, attention_mask.bool())
             return self._in_parts(shard, attention_mask, token_mask, temperature)
         hidden, wanted = self.hidden(input_ids, attention_mask, token_mask, routes)
         logprobs, entropy = self.head(hidden, input_ids[wanted], temperature)
@@ -167,10 +176,10 @@ class Scorer(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The head's output after each real token, [B, T] float32, 0 elsewhere; with several heads [B, T, heads]."""
         real = attention_mask.bool()
-        shard = shard_rows(self.lm, input_ids, real)
-        if shard is None:
+        if (world := rows_world(self.lm)) is None:
             values = self.lm.score(backbone_hidden(self.lm, input_ids, real))
         else:
+            shard = shard_rows(self.lm, world, input_ids, real)
             values = shard.own(shard.hidden(self.lm, self.lm.score))
         return scatter_tokens(values.squeeze(-1).float(), real)
 
@@ -257,8 +266,8 @@ def backbone_hidden(
         replay: replays or compares `routes`.
         routes: [B, T, E, k], recorded experts of each token.
     """
-    shard = shard_rows(lm, input_ids, real)
-    if shard is not None:
+    if (world := rows_world(lm)) is not None:
+        shard = shard_rows(lm, world, input_ids, real)
         return shard.own(shard.hidden(lm))
     backbone = backbone_of(lm)
     options: dict[str, Any] = {"use_cache": False}

@@ -160,26 +160,25 @@ def speed_metrics(
     """
     generation = seconds.get("generation", 0.0) + hidden  # 0 if a checkpoint had the completions
     device = roles.world.device
+    on_gpu = device.type == "cuda"
     parts = {name: taken for name, taken in seconds.items() if name != "step"}
-    generating = (
-        {}
-        if not generation
-        else {
-            "perf/generation_tokens_per_second": sum(sampled.completions) / generation,
-            **decode_roofline(read_bytes=work.bytes, seconds=generation, device=device),
-        }
-    )
-    return {
-        **generating,
-        "perf/train_tokens_per_second": trained_tokens / seconds["training"],
-        "perf/tokens_per_second": sampled.total / seconds["step"],
-        **model_flops_utilisation(
+    metrics: dict[str, float] = {}
+    if generation:
+        metrics["perf/generation_tokens_per_second"] = sum(sampled.completions) / generation
+    if generation and on_gpu:
+        metrics |= decode_roofline(read_bytes=work.bytes, seconds=generation, device=device)
+    metrics["perf/train_tokens_per_second"] = trained_tokens / seconds["training"]
+    metrics["perf/tokens_per_second"] = sampled.total / seconds["step"]
+    if on_gpu:
+        metrics |= model_flops_utilisation(
             parameters=sum(role.parameters for role in roles.learners.values()),
             tokens=trained_tokens,
             seconds=seconds["training"],
             ranks=len({rank for role in roles.learners.values() for rank in role.world.members}),
             device=device,
-        ),
+        )
+    return {
+        **metrics,
         **{f"time/{name}_seconds": taken for name, taken in parts.items()},
         **({"time/hidden_generation_seconds": hidden} if hidden else {}),
         "time/other_seconds": seconds["step"] - sum(parts.values()),

@@ -18,7 +18,6 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.loop.saving import finish, save_engine
@@ -105,7 +104,6 @@ class RLParts:
     def estimate(self, rollout: Rollout, *, kl_coef: float, step: int = 0) -> Batch:
         """Estimate advantages of a scored rollout, and select the tokens on which algorithm.entropy acts; see
         estimate_advantages and select_tokens. Every rank calls."""
-        config = self.algorithm.config
         world = self.roles.world
         batch = estimate_advantages(
             rollout,
@@ -115,7 +113,9 @@ class RLParts:
             world=world,
             teacher_coef=self.teacher_coef,
         )
-        entropy = config.entropy if isinstance(config, PolicyGradientConfig) else None
+        entropy = self.algorithm.entropy
+        if entropy is None or entropy.selected_share is None:
+            return batch
         return select_tokens(batch, entropy, seed=self.sampler.seed, step=step, world=world)
 
 

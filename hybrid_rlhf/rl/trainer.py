@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.saved.checkpoints import LoopState
@@ -75,16 +76,13 @@ class RLTrainer(Trainer):
         self._ahead = session.collector.ahead
         self._max_logprob_diff = run.world.broadcast_object(sampler.max_logprob_diff, source=sampler.world.members[0])
         self._kl = KLController(config.algorithm.kl)
-        self._entropy = EntropyController(config.algorithm)
+        self._entropy: EntropyController | None = None
+        if (entropy := parts.algorithm.entropy) is not None and entropy.method == "adaptive":
+            self._entropy = EntropyController(entropy, coef=config.algorithm.entropy_coef)
         self._texts = SampleTexts(session.prompts, session.tokenizer)
         self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
-        self._samples = SampleLog(run.folder, every=config.logging.samples_every, enabled=run.world.is_main)
-        self._tokens = TokenLog(
-            run.folder,
-            every=config.logging.samples_every if config.logging.tokens else 0,
-            ranks=run.world.size,
-            enabled=run.world.is_main,
-        )
+        self._samples = SampleLog(run.folder, enabled=run.world.is_main)
+        self._tokens = TokenLog(run.folder, ranks=run.world.size, enabled=run.world.is_main)
         self._interrupted: tuple[Batch, Progress] | None = None
         """A resumed step with updates that have not been made yet."""
 
@@ -111,8 +109,11 @@ class RLTrainer(Trainer):
             self._run.timers.take()
             return self._skipped.record(step, error.what)
         plans = [self._parts.plan(batch.rollout, step=step, epoch=epoch) for epoch in range(config.algorithm.epochs)]
-        entropy = self._entropy.measured(batch.rollout, self._world)
-        entropy_coef = self._entropy.coef(entropy)
+        entropy_coef = None
+        if self._entropy is not None:
+            entropy = self._entropy.measured(batch.rollout, self._world)
+            entropy_coef = self._entropy.coef(entropy)
+        recorded = due(step - 1, config.logging.samples_every)
         train_actor = config.critic is None or step > config.critic.warmup_steps
         with self._run.timers("training"):
             report = self._updater.update(
@@ -122,7 +123,7 @@ class RLTrainer(Trainer):
                 entropy_coef=entropy_coef,
                 train_actor=train_actor,
                 progress=progress,
-                keeps_ratios=self._tokens.records(step),
+                keeps_ratios=recorded and config.logging.tokens,
                 between=lambda progress: self._checkpoints.within_step(
                     partial(self._partial_state, step, batch, progress)
                 ),
@@ -132,14 +133,18 @@ class RLTrainer(Trainer):
         self._require_own_samples(step, metrics)
         if "objective/kl" in metrics:
             self._kl.update(metrics["objective/kl"], completions=len(plans[0].index))
-        if entropy is not None and train_actor:
-            metrics["policy/entropy_coef"] = entropy_coef
+        if self._entropy is not None and train_actor:
+            metrics["policy/entropy_coef"] = self._entropy.coef(entropy)
             self._entropy.update(entropy)
         if due(step, config.reference.refresh_every):
             self._roles.refresh_reference()
-        self._write_samples(step, report)
-        roles = [] if report.skipped is None else report.skipped.roles
-        return metrics | self._skipped.record(step, [f"a gradient of the {role}" for role in roles])
+        if recorded:
+            self._write_samples(step, report)
+        faults = list[str]()
+        if report.skipped is not None:
+            self._skipped.keep(step, self._texts(report.skipped.rows, report.skipped.numbers))
+            faults = [f"a gradient of the {role}" for role in report.skipped.roles]
+        return metrics | self._skipped.record(step, faults)
 
     def batch(self, step: int) -> Batch:
         """This rank's training data of a step: its rollout with rewards and advantages. Every rank calls, in the order
@@ -179,24 +184,21 @@ class RLTrainer(Trainer):
         """Raise UserError if current weights sampled tokens with other log-probs than training gives them."""
         diff = metrics["rollout/logprob_abs_diff_mean"]
         limit = self._max_logprob_diff
-        require(
-            diff <= limit or bool(metrics.get("rollout/stale_updates")),
-            f"sampler and training must agree to {limit:.3g} nats per token in the mean, they differ by {diff:.3g} in "
-            f"the rollout of step {step}, while the weights agree: set rollout.backend to module, leave rollout.vllm "
-            "out, and report the model, or raise faults.max_logprob_diff",
-        )
+        if not (diff <= limit or metrics.get("rollout/stale_updates")):  # NaN is a difference too
+            raise UserError(
+                f"sampler and training must agree to {limit:.3g} nats per token in the mean, they differ by {diff:.3g} "
+                f"in the rollout of step {step}, while the weights agree: set rollout.backend to module, leave "
+                "rollout.vllm out, and report the model, or raise faults.max_logprob_diff"
+            )
 
     def _write_samples(self, step: int, report: UpdateReport) -> None:
+        """Write the samples of a step and, if configured, their tokens. Every rank calls."""
         batch = report.batch
         index = batch.rollout.numbered(self._world)
-        if self._samples.records(step):
-            texts = index.bring(self._texts.of_batch(batch, index.mine))
-            self._samples.write(step, texts)
-        if self._tokens.records(step):
+        self._samples.write(step, index.bring(self._texts.of_batch(batch, index.mine)))
+        if self._rl.logging.tokens:
             rows = index.bring(token_rows(batch, report.ratios))
             self._tokens.write(step, lambda: token_arrays(rows))
-        if report.skipped is not None:
-            self._skipped.keep(step, self._texts(report.skipped.rows, report.skipped.numbers))
 
     def _speed(self, report: UpdateReport, start: float | None) -> dict[str, float]:
         """Speed and time of a step; {} for a resumed one, whose beginning was not timed."""
@@ -247,11 +249,12 @@ class RLTrainer(Trainer):
             "prompts": self._ahead.stream.state_dict(),
             "algorithm": {"name": self._rl.algorithm.name, **self._parts.algorithm.state_dict()},
             "kl": self._kl.state_dict(),
-            "entropy": self._entropy.state_dict(),
             "scaling": self._parts.scaling.state_dict(),
             "skipped": self._skipped.state_dict(),
             "ahead": self._ahead.state_dict(),
         }
+        if self._entropy is not None:
+            content["entropy"] = self._entropy.state_dict()
         if (carried := self._ahead.carried_state(self._world)) is not None:
             content["carried"] = carried
         if self._rl.ptx is not None:  # only ranks with the actor have the position
@@ -304,7 +307,7 @@ class RLTrainer(Trainer):
         self._ahead.stream.load_state_dict(content["prompts"])
         self._parts.algorithm.load_state_dict(content["algorithm"])
         self._kl.load_state_dict(content["kl"])
-        if "entropy" in content:
+        if self._entropy is not None and "entropy" in content:
             self._entropy.load_state_dict(content["entropy"])
         self._parts.scaling.load_state_dict(content["scaling"])
         self._skipped.load_state_dict(content["skipped"])

@@ -45,7 +45,8 @@ def written(world: World, path: Path, folder: Path, settings: dict[str, Any], wa
     random.seed(7)
     writer.save(LoopState(3, {"x": 1.5}, tensors={"rows": world.rank + torch.arange(3)}), figures={"eval/loss": 2.0})
     losses = [train_step(engine, world) for _ in range(2)]
-    writer.poll()
+    if writer.pending is not None:
+        writer.poll()
     writer.finish()
     return losses
 

@@ -20,8 +20,9 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig
 from hybrid_rlhf.engines import builder
 from hybrid_rlhf.engines.averaging import WeightAverage
-from hybrid_rlhf.engines.builder import _adamw, build_actor, build_engine, lr_factor
+from hybrid_rlhf.engines.builder import _adamw, build_actor, build_engine
 from hybrid_rlhf.engines.engine import Role
+from hybrid_rlhf.engines.learning_rates import lr_factor
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.runtime.world import World, close_world, init_world
 from tests.support.engines import PROMPTS, actor_spec, train_generate_save, train_step

@@ -139,9 +139,10 @@ def gathers(world: World, path: Path) -> dict[str, list[int]]:
     built: list[int] = []
     assemble = InferenceWeights.assemble
 
-    def watched(lm: Any, *, bucket_elements: int) -> Any:
-        for weight in gathered(lm, bucket_elements=4000):
-            seen.append(sum(p.numel() for p in lm.parameters() if hasattr(p, "ds_id") and not p.ds_persist))
+    def watched(weights: Any, *, bucket_elements: int) -> Any:
+        for weight in gathered(weights, bucket_elements=4000):
+            parameters = [held.parameter for held in weights]
+            seen.append(sum(p.numel() for p in parameters if hasattr(p, "ds_id") and not p.ds_persist))
             yield weight
 
     hybrid.full_weights = watched

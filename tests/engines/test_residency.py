@@ -12,7 +12,7 @@ from hybrid_rlhf.configs.rl import ActorConfig, RLConfig
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.residency.rules import PHASES, Part, ResidencyRules, RoleResidency, residency_table
-from hybrid_rlhf.engines.sampling_engine import rollout_backend
+from hybrid_rlhf.engines.sampling_engine import backend_maker
 from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from hybrid_rlhf.runtime.world import solo_world
@@ -121,8 +121,9 @@ def test_settings_of_rollouts_reach_the_engine(graphs: bool) -> None:
     """CUDA graphs could not be turned off, and every prefill on a GPU was of 16,384 tokens."""
     decoder = decoder_of(tiny_model(), world=solo_world(torch.device("cpu")), dtype=torch.float32)
     assert decoder is not None
-    backend = rollout_backend(decoder, RolloutConfig(cuda_graphs=graphs, prefill_tokens=300))
+    make = backend_maker(RolloutConfig(cuda_graphs=graphs, prefill_tokens=300))
+    backend = make(decoder)
     assert backend._cuda_graphs == graphs and backend._prefill_tokens == backend._open_prefill_tokens == 300
-    assert not rollout_backend(decoder, RolloutConfig(cuda_graphs=graphs), cuda_graphs=False)._cuda_graphs
+    assert not make(decoder, cuda_graphs=False)._cuda_graphs
     with pytest.raises(UserError, match="prefill_tokens must be 1 or more, got 0"):
         RolloutConfig(prefill_tokens=0)

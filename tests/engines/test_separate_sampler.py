@@ -21,7 +21,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.engines.partition import full_weights
+from hybrid_rlhf.engines.partition import base_weights, full_weights
 from hybrid_rlhf.engines.residency.rules import ResidencyRules
 from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.plane import WeightPlane
@@ -127,7 +127,8 @@ def reference(
     """The inference weights that an actor on the ranks that sample would build."""
     weights = None
     if actor is not None:
-        weights = [(weight.name, weight.merged().clone()) for weight in full_weights(actor.lm, bucket_elements=1)]
+        held = full_weights(base_weights(actor.lm), bucket_elements=1)
+        weights = [(weight.name, weight.merged().clone()) for weight in held]
     weights = world.broadcast_object(weights)
     if not sampler.world.is_member or weights is None:
         return None

@@ -288,7 +288,7 @@ def test_weights_that_do_not_follow_training_are_caught(
     actor = actor_of(name, world, tmp_path, quantization=quantization, **settings)
     sync(actor)
     right = hybrid.full_weights
-    old = {weight.name: weight.merged().clone() for weight in right(actor.lm, bucket_elements=1)}
+    old = {weight.name: weight.merged().clone() for weight in right(actor._weights, bucket_elements=1)}
     train_step(actor, world)
 
     def wrong(*arguments: Any, **more: Any) -> Iterator[Any]:

@@ -25,12 +25,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.functional.logprobs import FLOAT32_TOLERANCE
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.architecture.model_description import Split
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.models.families import FAMILIES
-from hybrid_rlhf.models.head_check import FLOAT32_TOLERANCE, module_logprobs, probe_tokens, require_own_logits
+from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens, require_own_logits
 from hybrid_rlhf.models.lora import add_lora, lora_merged
 from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.models.policy import Policy, Scorer

@@ -52,7 +52,7 @@ def test_pending_lines_are_written_once_and_in_order(tmp_path: Path, log_lines: 
 def test_each_disk_error_is_logged_once(
     fault: int, call: str, tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, samples = MetricsWriter(tmp_path), SampleLog(tmp_path, every=1, enabled=True)
+    writer, samples = MetricsWriter(tmp_path), SampleLog(tmp_path, enabled=True)
 
     def fail(*words: Any) -> None:
         raise OSError(fault, os.strerror(fault))
@@ -132,18 +132,18 @@ def test_a_run_continues_without_failing_tensorboard(tmp_path: Path, log_lines: 
 
 
 def test_a_resumed_run_repeats_no_step(tmp_path: Path) -> None:
-    samples = SampleLog(tmp_path, every=1, enabled=True)
+    samples = SampleLog(tmp_path, enabled=True)
     for step in (1, 2, 3):
         samples.write(step, [ROW, ROW])
     file = tmp_path / "samples.jsonl"
     with file.open("ab") as end:
         end.write('{"step": 4, "completion": "é'.encode()[:-1])
-    again = SampleLog(tmp_path, every=1, enabled=True)
+    again = SampleLog(tmp_path, enabled=True)
     again.resume(2)
     for step in (3, 4):
         again.write(step, [ROW])
     assert steps(file) == [1, 1, 2, 2, 3, 4]
-    SampleLog(tmp_path, every=1, enabled=False).resume(0)
+    SampleLog(tmp_path, enabled=False).resume(0)
     assert len(steps(file)) == 6, "only the main rank changes it"
     before = file.stat().st_mtime_ns
     drop_lines_after(file, 4)

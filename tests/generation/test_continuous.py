@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.batching import capacity, rows
+from hybrid_rlhf.generation.batching import capacity, continuous
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, page_bytes
 from hybrid_rlhf.generation.sampling import per_request
 from tests.support.families import variant
@@ -115,7 +115,7 @@ def test_requests_that_are_preempted_go_on_where_they_were(
     free = engine_of(model, range(3, 6))
     records = free.records_routes
     expected = free.generate(prompts, sampling, record_routes=records)
-    monkeypatch.setattr(rows.ExpectedLength, "of", lambda self, limit: 1.0)
+    monkeypatch.setattr(continuous.ExpectedLength, "of", lambda self, limit: 1.0)
     monkeypatch.setattr(capacity.Sequences, "least_pages", lambda self, rows: self.longest_pages)
     cache = free.backend.held.cache
     pages = 1 + cache.layout.pages_of(44 + 40, computed_together=chunk) + spare_blocks * cache.layout.tables

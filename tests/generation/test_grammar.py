@@ -12,8 +12,7 @@ import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.batching import capacity, requests
-from hybrid_rlhf.generation.batching import rows as rows_module
+from hybrid_rlhf.generation.batching import capacity, continuous, requests
 from hybrid_rlhf.generation.batching.grammar import Grammar, grammar_of, source_of
 from hybrid_rlhf.generation.open_batch import PromptBatch
 from tests.support.devices import DEVICES, needs_gpu
@@ -77,7 +76,7 @@ def test_rows_with_and_without_grammars_do_not_change_each_other(device: str, mo
     for rows in (2, 6):
         found = engine_of(device=device, max_batch_rows=rows).generate(prompts, mixed)
         assert [samples[0].token_ids for samples in found] == alone
-    monkeypatch.setattr(rows_module.ExpectedLength, "of", lambda self, limit: 1.0)
+    monkeypatch.setattr(continuous.ExpectedLength, "of", lambda self, limit: 1.0)
     monkeypatch.setattr(capacity.Sequences, "least_pages", lambda self, rows: self.longest_pages)
     small = engine_of(device=device, kv_cache_gib=11 * 4096 / 2**30)
     assert [samples[0].token_ids for samples in small.generate(prompts, mixed)] == alone

@@ -16,9 +16,8 @@ from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends import native
 from hybrid_rlhf.generation.batching import capacity
-from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
+from hybrid_rlhf.generation.batching.continuous import BatchLoad, ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion

@@ -16,9 +16,8 @@ from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.architecture.hugging_face import describe
 from hybrid_rlhf.generation.architecture.model_description import Split
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
-from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
+from hybrid_rlhf.generation.batching.continuous import ContinuousBatch, LiveRow, RowStates
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.batching.rows import LiveRow, RowStates
 from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
 from hybrid_rlhf.generation.model.cache import CacheLayout
 from hybrid_rlhf.generation.model.recurrent.states import BLOCK, StateCache

@@ -238,9 +238,12 @@ def test_the_kl_controller_follows_ziegler() -> None:
     large = KLController(KLConfig(coef=0.2, target=6.0, horizon=100))
     large.update(0.0, completions=1000)
     assert large.kl_coef == pytest.approx(0.2 * 0.8), "a rollout counts for no more than the horizon"
-    fixed = KLController(KLConfig(coef=0.2))
+    resumed, fixed = KLController(KLConfig(coef=0.1, target=6.0)), KLController(KLConfig(coef=0.2))
     fixed.update(60.0, completions=10)
-    assert fixed.kl_coef == 0.2
+    for other in (resumed, fixed):
+        other.load_state_dict(controller.state_dict())
+    assert resumed.kl_coef == controller.kl_coef
+    assert fixed.kl_coef == 0.2, "a resumed run has the coefficient of its settings"
 
 
 def test_a_row_that_two_roles_skip_is_reported_once(world: World, build: Any) -> None:

@@ -24,5 +24,5 @@ def _tensors(item: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(item, dict):
         for name, part in item.items():
             yield from _tensors(part, f"{place}.{name}")
-    elif type(item).__module__.startswith("hybrid_rlhf.generation.model") or "decoder_weights" in type(item).__module__:
+    elif type(item).__module__.startswith("hybrid_rlhf.generation.model"):
         yield from _tensors(vars(item), place)

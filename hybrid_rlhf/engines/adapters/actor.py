@@ -15,8 +15,9 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import AdamStep
 from hybrid_rlhf.engines.adapters.base import Backward, Forward, Sampling, SharedBase
 from hybrid_rlhf.engines.adapters.engine import AdapterRow
-from hybrid_rlhf.engines.builder import EngineSpec, learning_rate, lr_factor
+from hybrid_rlhf.engines.builder import EngineSpec, learning_rate
 from hybrid_rlhf.engines.engine import EngineFacts, Role, UpdateStats
+from hybrid_rlhf.engines.learning_rates import lr_factor
 from hybrid_rlhf.engines.partition import base_parameters, full_tensors
 from hybrid_rlhf.engines.sampling_engine import groups_of
 from hybrid_rlhf.engines.weight_check import logprob_limit

@@ -73,7 +73,8 @@ class CheckpointWriter:
         self._world = world
         self._config = config
         self._copies = {role: HostCopies() for role in states}
-        self._writing: _Writing | None = None
+        self.pending: _Writing | None = None
+        """The checkpoint that is being written."""
 
     def save(
         self, loop: LoopState, *, figures: Mapping[str, float] | None = None, config: Mapping[str, Any] | None = None
@@ -119,19 +120,18 @@ class CheckpointWriter:
         }
         states = {_random_name(self._world.rank): random_states(self._world.device)}
         write = partial(_outcome_of, partial(_write, beside, named, states), self._run_folder)
-        self._writing = _Writing(beside, manifest, BackgroundCall(write, device=self._world.device))
+        self.pending = _Writing(beside, manifest, BackgroundCall(write, device=self._world.device))
         if not self._config.save_async:
             self.finish()
 
     def poll(self) -> None:
-        """Complete a checkpoint that all ranks have written. Every rank must make this call between two steps.
+        """Complete the pending checkpoint if all ranks have written it. Every rank must make this call.
 
         Raises:
             OSError: on every rank, when a rank failed to write.
         """
-        if self._writing is None:
-            return
-        done = torch.tensor(float(self._writing.call.has_ended()), device=self._world.device)
+        assert self.pending is not None
+        done = torch.tensor(float(self.pending.call.has_ended()), device=self._world.device)
         if self._world.all_reduce(done, dist.ReduceOp.MIN).item():
             self.finish()
 
@@ -141,10 +141,10 @@ class CheckpointWriter:
         Raises:
             OSError: on every rank, when a rank failed to write.
         """
-        if self._writing is None:
+        if self.pending is None:
             return
-        writing = self._writing
-        self._writing = None
+        writing = self.pending
+        self.pending = None
         outcomes = self._world.all_gather_objects(writing.call.result())
         failure = next((outcome for outcome in outcomes if isinstance(outcome, OSError)), None)
         if failure is None and self._world.is_main:

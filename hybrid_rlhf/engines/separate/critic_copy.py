@@ -12,10 +12,11 @@ from torch import Tensor
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.separate.plane import PlaneSettings, WeightPlane
+from hybrid_rlhf.functional.logprobs import agreement
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.scoring import InferenceScorer, described_scorer
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
-from hybrid_rlhf.models.head_check import agreement, probe_tokens
+from hybrid_rlhf.models.head_check import probe_tokens
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 
@@ -95,7 +96,11 @@ class CriticCopy:
                 values = InferenceScorer(decoder)(ids, ids >= 0)[0]
                 unit = max(1.0, float(expected.abs().mean()))  # rounding of large values is large
                 result = agreement(
-                    values / unit, expected / unit, plane.dtype, low_precision=LOW_PRECISION_TOLERANCE, magnitude=1.0
+                    values / unit,
+                    expected=expected / unit,
+                    dtype=plane.dtype,
+                    low_precision=LOW_PRECISION_TOLERANCE,
+                    magnitude=1.0,
                 )
                 require(
                     result.holds,

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.engines.deepspeed_internals import full_elements, full_shape, partition_of
-from hybrid_rlhf.engines.partition import adapted_layers, base_parameters
+from hybrid_rlhf.engines.partition import base_parameters, base_weights
 from hybrid_rlhf.engines.saved.fragments import local_values
 from hybrid_rlhf.engines.separate.intervals import Runs, needed_runs
 from hybrid_rlhf.generation.engine import default_stop_token_ids
 from hybrid_rlhf.generation.weights.inference_weights import DescribedModel, DescribeModel, InferenceWeights
 from hybrid_rlhf.generation.weights.picks import Scaled, all_of
-from hybrid_rlhf.models.lora import Adapter, weights_of
+from hybrid_rlhf.models.lora import Adapter
 from hybrid_rlhf.runtime.world import World
 
 Interval = tuple[int, int]
@@ -132,14 +132,12 @@ class NeededWeights:
         return cls(runs, dtypes)
 
 
-def _sent_weights(lm: PreTrainedModel) -> Iterator[tuple[SentWeight, list[nn.Parameter]]]:
+def _sent_weights(lm: PreTrainedModel) -> Iterator[tuple[SentWeight, tuple[nn.Parameter, ...]]]:
     """Yield a model's weights, each with its parameters; tied weights once, as in `base_parameters`."""
-    layers = adapted_layers(lm)
-    for name, parameter in base_parameters(lm):
-        layer = layers.get(id(parameter))
-        parameters = [parameter] if layer is None else weights_of(layer)
+    for weight in base_weights(lm):
         base, *factors = (
-            SentTensor(name + part, full_shape(tensor), tensor.dtype, tensor.requires_grad)
-            for part, tensor in zip(("", ".lora_A", ".lora_B"), parameters, strict=False)
+            SentTensor(weight.name + part, full_shape(tensor), tensor.dtype, tensor.requires_grad)
+            for part, tensor in zip(("", ".lora_A", ".lora_B"), weight.parameters, strict=False)
         )
-        yield SentWeight(base, None if layer is None else Adapter.of(layer), tuple(factors)), parameters
+        adapter = None if weight.adapter is None else Adapter.of(weight.adapter)
+        yield SentWeight(base, adapter, tuple(factors)), weight.parameters

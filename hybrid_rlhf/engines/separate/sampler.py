@@ -27,7 +27,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
-from hybrid_rlhf.engines.sampling_engine import check_closed, groups_of, rollout_backend
+from hybrid_rlhf.engines.sampling_engine import backend_maker, check_closed, groups_of
 from hybrid_rlhf.engines.separate.plane import PlaneSettings, TransferTimes, WeightPlane
 from hybrid_rlhf.engines.weight_check import Rerouted, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.native import NativeBackend
@@ -91,6 +91,7 @@ class SeparateSampler:
         self._keeps = residency.stays("inference weights")
         # with a larger policy lag, every snapshot has separate weights and cache
         self._keeps_cache = residency.stays("KV cache") and self._rollout.policy_lag <= 1
+        self._make_backend = backend_maker(self._rollout)
         self._snapshot: GenerationEngine | None = None
         self._backend: NativeBackend | None = None
         self.plane: WeightPlane | None = None
@@ -145,7 +146,7 @@ class SeparateSampler:
             yield None
             return
         if self._backend is None:
-            self._backend = rollout_backend(decoder, self._rollout)
+            self._backend = self._make_backend(decoder)
         self._backend.capture_in_runs()
         generation = self._generation(self._backend, stop_token_ids, tokenizer)
         del decoder
@@ -179,10 +180,10 @@ class SeparateSampler:
         if decoder is None:
             return None
         if lag != 1:
-            backend = rollout_backend(decoder, self._rollout, cuda_graphs=False)
+            backend = self._make_backend(decoder, cuda_graphs=False)
             return self._generation(backend, stop_token_ids, tokenizer, keeps_backend=False)
         if self._backend is None:
-            self._backend = rollout_backend(decoder, self._rollout)
+            self._backend = self._make_backend(decoder)
         self._backend.capture_between_runs()
         self._snapshot = self._generation(self._backend, stop_token_ids, tokenizer)
         return self._snapshot

@@ -36,12 +36,13 @@ from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.engines.sampling_engine import check_closed, groups_of
 from hybrid_rlhf.engines.vllm.process import ServerProcess, private_folder, server_command, server_environment
 from hybrid_rlhf.engines.weight_check import TrainingProbe, logprob_limit
+from hybrid_rlhf.functional.logprobs import agreement
 from hybrid_rlhf.generation.architecture.hugging_face import trained_positions
 from hybrid_rlhf.generation.backends.vllm import REQUESTS_PER_SERVER, ServerLost, VLLMBackend, VLLMServer
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
-from hybrid_rlhf.models.head_check import agreement, probe_tokens
+from hybrid_rlhf.models.head_check import probe_tokens
 from hybrid_rlhf.models.pretrained.loading import DTYPES, position_limit
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -418,7 +419,7 @@ def require_agreement(
         updates: optimizer updates so far, for the message.
     """
     dtype = torch.float32 if exact else torch.bfloat16
-    result = agreement(torch.tensor(logprobs), expected, dtype, low_precision=LOW_PRECISION_TOLERANCE)
+    result = agreement(torch.tensor(logprobs), expected=expected, dtype=dtype, low_precision=LOW_PRECISION_TOLERANCE)
     tolerance = result.tolerance if limit is None else limit
     require(
         result.measured <= tolerance,

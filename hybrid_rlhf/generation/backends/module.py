@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from hybrid_rlhf.functional.logprobs import agreement
 from hybrid_rlhf.generation.architecture.hugging_face import trained_positions
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
+from hybrid_rlhf.generation.batching.continuous import BatchLoad
 from hybrid_rlhf.generation.batching.grammar import TokenMasks
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
-from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.batching.sampler import DecodeBatch, Sampler, sampling_mode
 from hybrid_rlhf.generation.sampling import PromptLogprobs
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
-from hybrid_rlhf.models.head_check import agreement, probe_tokens
+from hybrid_rlhf.models.head_check import probe_tokens
 from hybrid_rlhf.models.policy import wide_logits
 from hybrid_rlhf.models.pretrained.loading import position_limit
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -284,12 +285,12 @@ def probe_module(lm: PreTrainedModel) -> ModuleSupport:
 class _ProbeRow:
     """A prompt, the tokens of two steps after it, and the logits [3, V] before each step and after the last."""
 
-    prompt: list[int]
-    steps: list[int]
+    prompt: Sequence[int]
+    steps: Sequence[int]
     logits: Tensor
 
     @classmethod
-    def of(cls, whole: ModuleForward, tokens: list[int]) -> _ProbeRow:
+    def of(cls, whole: ModuleForward, tokens: Sequence[int]) -> _ProbeRow:
         logits = [whole.start([tokens[:end]])[1][0].float() for end in range(len(tokens) - 2, len(tokens) + 1)]
         return cls(tokens[:-2], tokens[-2:], torch.stack(logits))
 
@@ -314,8 +315,8 @@ def _holds(lm: PreTrainedModel, support: ModuleSupport, rows: Sequence[_ProbeRow
     expected = torch.stack([row.logits for row in rows])
     return agreement(
         computed.float().log_softmax(dim=-1),
-        expected.log_softmax(dim=-1),
-        lm.dtype,
+        expected=expected.log_softmax(dim=-1),
+        dtype=lm.dtype,
         low_precision=LOW_PRECISION_TOLERANCE,
         magnitude=float(expected.abs().amax(dim=-1).mean()),
     ).holds

@@ -30,10 +30,9 @@ from hybrid_rlhf.generation.batching.capacity import (
     with_less,
     working_memory,
 )
-from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
+from hybrid_rlhf.generation.batching.continuous import BatchLoad, ContinuousBatch
 from hybrid_rlhf.generation.batching.preparation import log_compilation
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
-from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.adapters import LowRankChange
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, bytes_per_token, page_bytes

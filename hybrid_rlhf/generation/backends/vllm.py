@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
+from hybrid_rlhf.generation.batching.continuous import BatchLoad
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
-from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.sampling import PromptLogprobs
 from hybrid_rlhf.runtime.observability.logs import logger, shortened
 

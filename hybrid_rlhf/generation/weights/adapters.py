@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.model.adapters import LowRankChange
-from hybrid_rlhf.generation.model.decoder_weights import LAYER_PRODUCTS
+from hybrid_rlhf.generation.model.decoder import LAYER_PRODUCTS
 from hybrid_rlhf.generation.weights.picks import Pick
 from hybrid_rlhf.models.pretrained.adapters import LowRank
 

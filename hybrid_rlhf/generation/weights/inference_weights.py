@@ -25,10 +25,10 @@ from hybrid_rlhf.generation.architecture.hugging_face import SCORE_HEAD, NotDesc
 from hybrid_rlhf.generation.architecture.model_description import Experts, Latent, ModelDescription, Split, share
 from hybrid_rlhf.generation.architecture.recurrence import Recurrence
 from hybrid_rlhf.generation.model.adapters import LowRankChange
-from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.model.decoder_weights import (
+from hybrid_rlhf.generation.model.decoder import (
     LAYER_NORMS,
     LAYER_PRODUCTS,
+    Decoder,
     DecoderWeights,
     LayerInputs,
     LayerWeights,

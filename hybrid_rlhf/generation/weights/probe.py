@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.functional.logprobs import token_logprobs
+from hybrid_rlhf.functional.logprobs import LogprobAgreement, agreement, token_logprobs
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.cache import CacheLayout
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.ops.sampling import gather_vocabulary
-from hybrid_rlhf.models.head_check import LogitAgreement, agreement, probe_tokens
+from hybrid_rlhf.models.head_check import probe_tokens
 
 LOW_PRECISION_TOLERANCE = 0.1
 """Allowed mean difference of the probe's log-probs in bfloat16 and float16, in nats; more if logits are large."""
@@ -107,16 +107,16 @@ class _Probe:
         return self._decoder.hidden(self._ids[part], places, attend, states=states, observe=observe, routes=routes)
 
 
-def agreement_with(decoder: Decoder, expected: Tensor) -> LogitAgreement:
+def agreement_with(decoder: Decoder, expected: Tensor) -> LogprobAgreement:
     """Compare a decoder with log-probs [P - 1] of `probe_tokens`, all but the first, under the training forward."""
     tokens = probe_tokens(decoder.architecture.vocab_size)
     logits = probe_logits(decoder, tokens)
     quantised = bool(decoder.quantisation_errors)
     return agreement(
         token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device)),
-        expected,
+        expected=expected,
         # int8 rounds by 1/127 of the largest value, bfloat16 by 1/128
-        torch.bfloat16 if quantised else decoder.dtype,
+        dtype=torch.bfloat16 if quantised else decoder.dtype,
         low_precision=QUANTISED_TOLERANCE if quantised else LOW_PRECISION_TOLERANCE,
         magnitude=float(logits.abs().amax(dim=-1).mean()),
     )

@@ -4,11 +4,17 @@ Completions end early, so a padded batch is half padding, and everything except 
 for text.
 
 Read `batches.py` (which models pack, a batch as a packed row), `rows.py` (the boundaries of rows as a mask, and padding
-for the layers that mix tokens), `attention.py` and `mixers.py` (these layers), `sequence.py` and `exchange.py` (rows
-that several ranks compute together).
+for the layers that mix tokens), `attention.py` and `mixers.py` (these layers), `sequence.py` (rows that several ranks
+compute together).
 """
 
-from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
+from hybrid_rlhf.models.packing.attention import (
+    PACKED_ATTENTION,
+    rows_world,
+    set_sequence_world,
+    set_tensor_world,
+    tensor_world,
+)
 from hybrid_rlhf.models.packing.batches import (
     PackedBatch,
     layer_masks,
@@ -19,18 +25,13 @@ from hybrid_rlhf.models.packing.batches import (
     use_packing,
     why_padded,
 )
-from hybrid_rlhf.models.packing.exchange import (
-    set_sequence_world,
-    set_tensor_world,
-    tensor_world,
-    with_summed_gradient,
-)
 from hybrid_rlhf.models.packing.rows import places
 from hybrid_rlhf.models.packing.sequence import (
     SequenceShard,
     require_sequence_parallelism,
     require_tensor_parallelism,
     shard_rows,
+    with_summed_gradient,
 )
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "places",
     "require_sequence_parallelism",
     "require_tensor_parallelism",
+    "rows_world",
     "set_sequence_world",
     "set_tensor_world",
     "shard_rows",

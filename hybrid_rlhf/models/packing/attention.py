@@ -9,6 +9,9 @@ that little of it is padding.
 on Hopper torch may pass each new shape to cuDNN, which then builds a plan for it (0.4 to 0.5 s, FunASR issue 3704). A
 varlen kernel takes the boundaries as a tensor: one call, no padding, no plan.
 
+Under sequence parallelism (sequence.py), ranks exchange parts of the tokens of all heads for all tokens of a part of
+the heads, and back.
+
 Source of the kernels: torch.nn.attention.varlen (from torch 2.11 on; keys are repeated where it has no grouped
 queries), else the flash-attn package (arXiv 2307.08691). Both are FlashAttention-2 kernels: bfloat16 and float16 on
 CUDA from compute capability 8.0 on, head sizes that are multiples of 8 up to 256. In a row with more keys than queries,
@@ -23,6 +26,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import math
 from functools import cache
 from typing import Any, Protocol
 
@@ -32,8 +36,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from hybrid_rlhf.models.packing.exchange import heads_of_all_tokens, sequence_world, tokens_of_all_heads
+from hybrid_rlhf.functional.operations import with_gradient
 from hybrid_rlhf.models.packing.rows import groups_of, is_packed
+from hybrid_rlhf.runtime.world import World
 
 _LARGEST_HEAD = 256
 
@@ -147,6 +152,53 @@ def _flash_attn_varlen(
     return mixed
 
 
+_SEQUENCE = "sequence_world"
+"""Attribute of the modules of a model under sequence parallelism: the ranks of the group."""
+_TENSOR = "tensor_world"
+"""Attribute of a model under tensor parallelism: the ranks of the group."""
+
+
+def set_sequence_world(lm: nn.Module, world: World) -> None:
+    """Set the ranks that compute the rows of a model together (sequence.py)."""
+    for module in lm.modules():
+        vars(module)[_SEQUENCE] = world
+
+
+def set_tensor_world(lm: nn.Module, world: World) -> None:
+    """Set the ranks that hold parts of a model's weights and compute its rows together."""
+    vars(lm)[_TENSOR] = world
+
+
+def tensor_world(lm: nn.Module) -> World | None:
+    """The ranks that hold parts of a model's weights and compute its rows together; None without tensor parallelism."""
+    world: World | None = vars(lm).get(_TENSOR)
+    return world
+
+
+def rows_world(module: nn.Module) -> World | None:
+    """The ranks that compute the rows of a model, or of one of its modules under sequence parallelism, together; None
+    without sequence and tensor parallelism."""
+    world: World | None = vars(module).get(_SEQUENCE) or tensor_world(module)
+    return world
+
+
+def _heads_of_all_tokens(x: Tensor, world: World) -> Tensor:
+    """[1, A / S, N, D], this rank's heads of all tokens, from [1, A, C, D], all heads of this rank's tokens.
+
+    S are the ranks of the group, C = N / S the tokens of a rank. Fewer heads than ranks, as grouped keys and values may
+    have, are repeated: each rank gets the one of its queries.
+    """
+    heads = x.shape[1]
+    x = x.repeat_interleave(math.lcm(heads, world.size) // heads, dim=1) if heads % world.size else x
+    return _tokens_of_all_heads(x, world)
+
+
+def _tokens_of_all_heads(x: Tensor, world: World) -> Tensor:
+    """The inverse: [1, C, A, D] from [1, N, A / S, D]; the same exchange, as is the gradient."""
+    parts = with_gradient(x[0].unflatten(0, (world.size, -1)), world.all_to_all, world.all_to_all)
+    return parts.transpose(0, 1).flatten(1, 2)[None]
+
+
 PACKED_ATTENTION = "hybrid_rlhf_packed"
 """Name of this module's function among transformers' attention implementations."""
 
@@ -186,13 +238,13 @@ def packed_attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)  # type: ignore[no-any-return]
         mixed = _attend(query, key, value, attention_mask, scaling, softcap, s_aux)
         return mixed.transpose(1, 2).contiguous(), None
-    world = sequence_world(module)
+    world = rows_world(module)
     if world is None:
         return _attend_rows(query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux), None
-    query, key, value = (heads_of_all_tokens(x, world) for x in (query, key, value))
+    query, key, value = (_heads_of_all_tokens(x, world) for x in (query, key, value))
     s_aux = None if s_aux is None else s_aux.chunk(world.size)[world.rank]
     mixed = _attend_rows(query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux)
-    return tokens_of_all_heads(mixed, world), None
+    return _tokens_of_all_heads(mixed, world), None
 
 
 def _attend_rows(

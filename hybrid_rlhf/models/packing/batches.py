@@ -34,6 +34,7 @@ def use_packing(lm: PreTrainedModel) -> None:
         lm.set_attn_implementation(PACKED_ATTENTION)
         vars(lm)["has_own_scores"] = _has_own_scores(lm)  # read for every batch
         if has_mixers(lm.config):
+            vars(lm)["mask_kinds"] = _LAYER_KINDS  # read for every batch
             separate_rows(lm)
 
 
@@ -129,7 +130,8 @@ def _in_order(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> dict[str,
 def layer_masks(lm: PreTrainedModel, mask: Tensor) -> Tensor | dict[str, Tensor]:
     """The boundaries of rows in the form that a model takes: with mixers one mask for each kind of layer, since
     transformers passes no 4D mask to recurrent layers."""
-    return dict.fromkeys(_LAYER_KINDS, mask) if has_mixers(lm.config) else mask
+    kinds = vars(lm).get("mask_kinds")
+    return mask if kinds is None else dict.fromkeys(kinds, mask)
 
 
 def _arguments(lm: PreTrainedModel, input_ids: Tensor, real: Tensor, mask: Tensor | None) -> dict[str, Any]:

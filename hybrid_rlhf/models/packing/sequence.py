@@ -24,9 +24,8 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.operations import with_gradient
 from hybrid_rlhf.models.families import has_mixers
-from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
+from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION, tensor_world
 from hybrid_rlhf.models.packing.batches import has_varlen_kernel, like_lengths
-from hybrid_rlhf.models.packing.exchange import part_of_tokens, sequence_world, tensor_world
 from hybrid_rlhf.models.packing.rows import ends, places
 from hybrid_rlhf.models.structure import backbone_of, has_mixture
 from hybrid_rlhf.runtime.world import World
@@ -124,7 +123,7 @@ class SequenceShard:
         """Last hidden states [C, H] of this rank's part, or the output of a head after them."""
         hidden: Tensor = backbone_of(lm)(**self.arguments, use_cache=False).last_hidden_state[0]
         outputs = hidden if head is None else head(hidden)
-        return part_of_tokens(outputs, self.world) if self.computes_all else outputs
+        return _part_of_tokens(outputs, self.world) if self.computes_all else outputs
 
     @property
     def part(self) -> slice:
@@ -148,17 +147,15 @@ class SequenceShard:
         return torch.zeros_like(self.ids, dtype=torch.bool).index_copy(0, self.order, flags)
 
 
-def shard_rows(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> SequenceShard | None:
-    """This rank's part of the rows of its group; None without sequence and tensor parallelism. Every rank calls.
+def shard_rows(lm: PreTrainedModel, world: World, input_ids: Tensor, real: Tensor) -> SequenceShard:
+    """This rank's part of the rows of its group. Every rank calls.
 
     Args:
         lm: the model.
+        world: the ranks of the group, `rows_world(lm)`.
         input_ids: [B, T] int64, rows of this rank.
         real: [B, T] bool, true on real tokens.
     """
-    world = sequence_world(lm) or tensor_world(lm)
-    if world is None:
-        return None
     lengths = [length for rows in _gathered_lists(real.sum(dim=1), world) for length in rows.tolist() if length]
     by_rank = _gathered_lists(input_ids[real], world)
     before = sum(len(ids) for ids in by_rank[: world.rank])
@@ -185,6 +182,24 @@ def shard_rows(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> Sequence
     inputs = slice(None) if computes_all else shard.part
     shard.arguments.update(input_ids=packed[None, inputs], position_ids=positions[None, inputs], attention_mask=mask)
     return shard
+
+
+def with_summed_gradient(weight: Tensor, world: World) -> Tensor:
+    """A weight of which each rank computes a part of the gradient."""
+    return with_gradient(
+        weight,
+        lambda x: x.view_as(x),
+        lambda grad: world.all_reduce(grad.clone(memory_format=torch.contiguous_format)),
+    )
+
+
+def _part_of_tokens(x: Tensor, world: World) -> Tensor:
+    """This rank's part [N / S, ...] of values [N, ...] that all ranks have computed."""
+    return with_gradient(
+        x,
+        lambda x: x.chunk(world.size)[world.rank].clone(),
+        lambda grad: world.all_gather(grad).flatten(0, 1),
+    )
 
 
 def _gathered_lists(values: Tensor, world: World) -> list[Tensor]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -30,9 +30,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.functional.operations import linear
 from hybrid_rlhf.models.families import keep_float32_logits
-from hybrid_rlhf.models.fused_layers import fuse_layers
+from hybrid_rlhf.models.fused_layers import BackendLinear, fuse_layers
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.pretrained.folders import load_config, reading, stored_shapes
 from hybrid_rlhf.models.pretrained.quantised import dequantisation, require_whole_mxfp4
@@ -132,14 +131,6 @@ def load_model(
     adapt_model(model, config)
     keep_float32_logits(model, config.head_dtype == "float32")
     return model, fresh
-
-
-class BackendLinear(nn.Linear):
-    """torch's linear layer, computed by functional/operations.py."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
-        """Return input @ weight.T + bias."""
-        return linear(input, self.weight, self.bias)
 
 
 def _require_stored(folder: Path, architecture: Architecture, config: PreTrainedConfig) -> nn.Module:

@@ -17,6 +17,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.sections.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
+    EntropyConfig,
     PolicyGradientConfig,
     SurrogateConfig,
 )
@@ -45,6 +46,11 @@ class Algorithm:
     def correction(self) -> CorrectionConfig | None:
         """Settings of the loss's correction for the sampler; None without a correction."""
         return self.config.correction if isinstance(self.config, PolicyGradientConfig) else None
+
+    @property
+    def entropy(self) -> EntropyConfig | None:
+        """Settings of entropy control; None without it."""
+        return self.config.entropy if isinstance(self.config, PolicyGradientConfig) else None
 
     def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
         """Return which completions to train on, [N] bool, from scores [N], penalties [N] and groups [N]."""

@@ -242,5 +242,6 @@ class KLController:
         return {"kl_coef": self.kl_coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the state of a checkpoint."""
-        self.kl_coef = state["kl_coef"]
+        """Restore the state of a checkpoint; a coefficient without a target is that of the settings."""
+        if self._target is not None:
+            self.kl_coef = state["kl_coef"]

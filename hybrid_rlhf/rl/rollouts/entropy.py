@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, EntropyConfig, PolicyGradientConfig
+from hybrid_rlhf.configs.sections.algorithm import EntropyConfig
 from hybrid_rlhf.functional.advantages import covariance_terms
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.batch import Batch, Rollout, RowIndex
@@ -38,8 +38,8 @@ _DRAWS = 1
 """Key of the random streams of Clip-Cov, distinct from those of the mini-batches."""
 
 
-def select_tokens(batch: Batch, config: EntropyConfig | None, *, seed: int, step: int, world: World) -> Batch:
-    """The batch with the tokens that Clip-Cov or KL-Cov selects; unchanged without them. Every rank calls.
+def select_tokens(batch: Batch, config: EntropyConfig, *, seed: int, step: int, world: World) -> Batch:
+    """The batch with the tokens that Clip-Cov or KL-Cov selects. Every rank calls.
 
     Args:
         batch: this rank's rows with old log-probs and advantages.
@@ -48,11 +48,9 @@ def select_tokens(batch: Batch, config: EntropyConfig | None, *, seed: int, step
         step: key of the random choice, with the numbers of the rows.
         world: the ranks that hold rows.
     """
-    if config is None or config.selected_share is None:
-        return batch
     rollout = batch.rollout
     mask = rollout.response_mask
-    assert rollout.old_logprobs is not None
+    assert rollout.old_logprobs is not None and config.selected_share is not None
     index = rollout.numbered(world)
     covariance = covariance_terms(rollout.old_logprobs, advantages=batch.advantages, mask=mask, total=world.total)
     tokens = int(index.responses.sum())
@@ -97,33 +95,29 @@ def _first(columns: np.ndarray, count: int) -> np.ndarray:
 
 
 class EntropyController:
-    """Holds the coefficient of the entropy bonus; with a target, raises it if the entropy is below and lowers it
+    """Holds the coefficient of the entropy bonus; raises it if the entropy is below the target and lowers it
     otherwise."""
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        """Take the first coefficient and, with method adaptive, the target and the step."""
-        entropy = config.entropy if isinstance(config, PolicyGradientConfig) else None
-        self._adapts = entropy is not None and entropy.method == "adaptive"
-        self._target, self._step = (0.0, 0.0) if entropy is None else (entropy.target, entropy.step)
-        self._coef = config.entropy_coef
+    def __init__(self, config: EntropyConfig, *, coef: float) -> None:
+        """Take the settings of method adaptive and the first coefficient."""
+        self._config = config
+        self._coef = coef
 
-    def measured(self, rollout: Rollout, world: World) -> float | None:
-        """Entropy per response token before the updates, in nats, over all ranks; None without a target. Every rank
-        calls."""
-        if not self._adapts:
-            return None
+    def measured(self, rollout: Rollout, world: World) -> float:
+        """Entropy per response token before the updates, in nats, over all ranks. Every rank calls."""
         assert rollout.entropy is not None
         index = rollout.numbered(world)
         summed = index.gather(masked_sum(rollout.entropy.double(), mask=rollout.response_mask, dim=1)).sum()
         return float(summed / index.responses.sum().clamp(min=1))
 
-    def coef(self, entropy: float | None) -> float:
+    def coef(self, entropy: float) -> float:
         """The coefficient for the updates of a rollout with this entropy."""
-        return self._coef if entropy is None or entropy <= self._target else 0.0
+        return self._coef if entropy <= self._config.target else 0.0
 
     def update(self, entropy: float) -> None:
         """Move the coefficient after the updates of a rollout with this entropy."""
-        self._coef = max(self._coef + (self._step if entropy < self._target else -self._step), 0.0)
+        step = self._config.step
+        self._coef = max(self._coef + (step if entropy < self._config.target else -step), 0.0)
 
     def state_dict(self) -> dict[str, float]:
         """Return the state for a checkpoint."""

@@ -27,7 +27,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.arrivals import Taken
-from hybrid_rlhf.generation.batching.rows import BatchLoad
+from hybrid_rlhf.generation.batching.continuous import BatchLoad
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion, PromptLogprobs, SamplingParams, per_request

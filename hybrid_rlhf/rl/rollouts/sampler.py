@@ -11,6 +11,7 @@ tensor-parallel group could wait for each other in different calls.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
-from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
+from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed, with_seed
 from hybrid_rlhf.rl.batch import Episode, Rollout, with_columns_of_all_ranks
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
 from hybrid_rlhf.rl.rollouts.live import LiveBatch, Order
@@ -106,6 +107,9 @@ class RolloutSampler:
         self.timers = timers
         self._environments = environments
         self._stream = SideStream(world.device)
+        self._samples_ahead = config.policy_lag > 0
+        self._recorded_prompts = config.recorded_prompts(sys.maxsize)
+        """Number of prompts of a rollout whose completions have their experts recorded."""
         self._last_ended = threading.Event()
         """Set when the last call has sampled."""
         self._last_ended.set()
@@ -205,7 +209,7 @@ class RolloutSampler:
             index: second key: index among the prompts of the step.
             place: value in `Rollout.groups`.
         """
-        return AssignedPrompt(place, row, self._params(step, index), self._records(index))
+        return AssignedPrompt(place, row, self._params(step, index), index < self._recorded_prompts)
 
     def open_live(self, *, rows: int, recorded: Mapping[int, Order]) -> LiveBatch:
         """Sample in a batch that outlives a step from now on; arguments as in LiveBatch. Every rank calls."""
@@ -246,14 +250,10 @@ class RolloutSampler:
     def _in_sampling_stream(self) -> contextlib.AbstractContextManager[None]:
         """With a policy lag, enter the stream of the sampling threads, because memory is reused only in the stream that
         allocated it, and a KV cache may outlive a call and be used in both threads."""
-        return self._stream.after(self._stream.position()) if self.config.policy_lag else contextlib.nullcontext()
+        return self._stream.after(self._stream.position()) if self._samples_ahead else contextlib.nullcontext()
 
     def _params(self, step: int, index: int) -> SamplingParams:
-        return replace(self.config.sampling, seed=derive_seed(self.seed, step, index))
-
-    def _records(self, index: int) -> bool:
-        """Return True if the experts of a prompt's completions are recorded, by the prompt's index in a rollout."""
-        return index < self.config.recorded_prompts(index + 1)
+        return with_seed(self.config.sampling, derive_seed(self.seed, step, index))
 
     def assigned(
         self,
@@ -271,7 +271,7 @@ class RolloutSampler:
                 self.assign(prompts[index], step=step, index=index, place=part.first + index) for index in part.begins
             ]
         mine = [
-            AssignedPrompt(place, prompts[place], self._params(step, first + place), self._records(place))
+            AssignedPrompt(place, prompts[place], self._params(step, first + place), place < self._recorded_prompts)
             for place in range(len(prompts))
             if place % groups == group
         ]

@@ -170,28 +170,18 @@ class RolloutScorer:
             # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
             if roles.critic_copy is not None:
                 roles.critic_copy.sync()  # first, so that the critic's ranks are free for the actor in the meantime
-            ref = self._read_reference(reading) if reads_ref else None
-            of_teacher = None if teacher is None else self._read_frozen(reading, teacher)
-            old, entropy = self._read_actor(reading, agreement) if reads_old else (None, None)
-            computed = {
-                "ref_logprobs": ref,
-                "teacher_logprobs": of_teacher,
-                "old_logprobs": old,
-                "entropy": entropy,
-                "old_values": self._read_critic(reading) if has_critic else None,
-            }
-            columns = index.collect(
-                {name: of_rows for name, of_rows in computed.items() if of_rows is not None},
-                width=rollout.input_ids.shape[1],
-            )
-            rollout = replace(
-                rollout,
-                old_logprobs=columns.get("old_logprobs", rollout.sampled_logprobs),
-                ref_logprobs=columns.get("ref_logprobs", rollout.ref_logprobs),
-                teacher_logprobs=columns.get("teacher_logprobs"),
-                entropy=columns.get("entropy"),
-                old_values=columns.get("old_values"),
-            )
+            computed: dict[str, dict[int, Tensor]] = {}
+            if reads_ref:
+                computed["ref_logprobs"] = self._read_reference(reading)
+            if teacher is not None:
+                computed["teacher_logprobs"] = self._read_frozen(reading, teacher)
+            if reads_old:
+                computed["old_logprobs"], computed["entropy"] = self._read_actor(reading, agreement)
+            if has_critic:
+                computed["old_values"] = self._read_critic(reading)
+            columns: dict[str, Any] = {"old_logprobs": rollout.sampled_logprobs}
+            columns |= index.collect(computed, width=rollout.input_ids.shape[1])
+            rollout = replace(rollout, **columns)
             if reads_old and rollout.routes is not None:
                 metrics |= agreement.metrics(self._world)
         keeps_routes = self._config.routing_replay or not reads_old
@@ -303,7 +293,8 @@ def score_penalties(
         max_new_tokens: longest completion.
         scores_std: standard deviation of the rollout's scores, the penalty for a missing end where that is "auto".
     """
-    config = config or PenaltiesConfig()
+    if config is None:
+        return torch.zeros(len(rollout))
     lengths = rollout.response_mask.sum(dim=1)
     missing_eos = scores_std if config.missing_eos == "auto" else config.missing_eos
     penalties = missing_eos * (~rollout.stopped) + config.length * lengths

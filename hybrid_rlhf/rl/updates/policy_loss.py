@@ -76,7 +76,7 @@ class PolicyLoss:
         self._actor = actor
         self._algorithm = algorithm
         self._config = algorithm.config
-        entropy = self._config.entropy if isinstance(self._config, PolicyGradientConfig) else None
+        entropy = algorithm.entropy
         self._change_coef = entropy.coef if entropy is not None and entropy.method == "kl_cov" else None
         """Weight of the log-ratios of selected tokens; None: selected tokens have no policy gradient."""
         self._temperature = temperature

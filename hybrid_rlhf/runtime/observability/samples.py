@@ -14,11 +14,11 @@ _SHOWN = 2
 
 
 class SampleLog:
-    """Writes the samples of every k-th step."""
+    """Writes samples of some steps."""
 
-    def __init__(self, folder: Path, *, every: int, enabled: bool) -> None:
+    def __init__(self, folder: Path, *, enabled: bool) -> None:
+        """Take the run folder, and whether this rank writes."""
         self._path = folder / SAMPLES_FILE
-        self._every = every
         self._enabled = enabled
         self._lines = JsonLinesFile(self._path)
 
@@ -35,13 +35,9 @@ class SampleLog:
         """Flush the lines to disk: a checkpoint must not be ahead of them."""
         self._lines.flush()
 
-    def records(self, step: int) -> bool:
-        """Return True if a step is recorded; the same on every rank."""
-        return bool(self._every) and (step - 1) % self._every == 0
-
     def write(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """Append the rows of a recorded step."""
-        if not self._enabled or not self.records(step):
+        """Append the rows of a step."""
+        if not self._enabled:
             return
         self._lines.append({"step": step, **row} for row in samples)
         for row in samples[:_SHOWN]:

@@ -20,12 +20,11 @@ from hybrid_rlhf.runtime.observability.token_records import DETAILS, ENVIRONMENT
 
 
 class TokenLog:
-    """Writes the tokens of every k-th step, the same steps as samples.jsonl."""
+    """Writes the tokens of some steps, those of samples.jsonl."""
 
-    def __init__(self, folder: Path, *, every: int, ranks: int, enabled: bool) -> None:
-        """Take the run folder, k (0: no records), the number of ranks, and whether this rank writes."""
+    def __init__(self, folder: Path, *, ranks: int, enabled: bool) -> None:
+        """Take the run folder, the number of ranks, and whether this rank writes."""
         self._folder = folder / TOKENS
-        self._every = every
         self._enabled = enabled
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         self._details = {"ranks": ranks, "environment": environment}
@@ -41,13 +40,9 @@ class TokenLog:
             if self._enabled and number > step:
                 file.unlink()
 
-    def records(self, step: int) -> bool:
-        """Return True if a step is recorded; the same on every rank."""
-        return bool(self._every) and (step - 1) % self._every == 0
-
     def write(self, step: int, arrays: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        """Write the arrays of a recorded step; `arrays` is called on the rank that writes."""
-        if not self._enabled or not self.records(step):
+        """Write the arrays of a step; `arrays` is called on the rank that writes."""
+        if not self._enabled:
             return
         content = save(dict(arrays()), metadata={DETAILS: json.dumps(self._details)})
         try:

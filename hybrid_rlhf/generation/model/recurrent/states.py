@@ -91,10 +91,8 @@ class StateCache:
         return StepStates(self, slots, layout, self._kernels, sequences)
 
 
-def state_bytes(kind: Recurrence | None, *, layers: int, units: int, dtype: torch.dtype) -> int:
-    """Bytes of a slot on a rank with `units` units; 0 for a model without recurrent layers."""
-    if kind is None:
-        return 0
+def state_bytes(kind: Recurrence, *, layers: int, units: int, dtype: torch.dtype) -> int:
+    """Bytes of a slot on a rank with `units` units."""
     conv, memory = (torch.Size(shape).numel() for shape in kind.state_shapes(units))
     return layers * (conv * dtype.itemsize + memory * torch.float32.itemsize)
 
