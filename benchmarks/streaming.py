@@ -2,9 +2,9 @@
 
     python -m benchmarks.streaming [--ranks 4] [--samplers 2] [--prompts 8] [--max_lag 4] [--json FILE]
 
-GRPO of a random model (--layers of --hidden) on `ranks` ranks, of which `samplers` sample. An episode has three turns of
---turn_tokens; the tool of each sleeps for a log-normal time (median 0.3 s, sigma 1) that depends on the prompt alone.
-The first three steps of a run do not count. Runs by turns, each kind several times.
+GRPO of a random model (--layers of --hidden) on `ranks` ranks, of which `samplers` sample. An episode has three turns
+of --turn_tokens; the tool of each sleeps for a log-normal time (median 0.3 s, sigma 1) that depends on prompt and turn
+alone. The first three steps of a run do not count. Runs by turns, each kind several times.
 """
 
 from __future__ import annotations
