@@ -24,13 +24,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels.py then runs on a CPU
 
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.runtime.world import World, close_world, init_world
+from tests.support.commands import CommandLine
 from tests.support.covering import mark_all_but_covering
+from tests.support.faults import Armed, run_step
 from tests.support.generation import GENERATOR
-from tests.support.steps import write_lines, write_rows
-from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.support.steps import MODULES, step_line, write_lines, write_rows
+from tests.support.tiny import save_tiny, tiny_model, tiny_scorer, tiny_tokenizer
 
 torch.set_num_threads(1)
 
@@ -66,10 +68,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with its tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("model"), tiny_model())
 
 
 @pytest.fixture(scope="session")
@@ -96,6 +95,11 @@ def log_lines() -> Iterator[list[str]]:
 
 
 @pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+@pytest.fixture
 def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
     """Write rows as JSON lines and give the path."""
 
@@ -117,12 +121,24 @@ def pair_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
 
 
+@pytest.fixture
+def tiny_run(model_folder: Path, pair_rows: Path, tmp_path: Path) -> Callable[..., list[int]]:
+    """Runs a step in the folder `out`, or in another one, and returns the exit codes of its ranks."""
+
+    def run(
+        name: str, *more: str, ranks: int = 2, output: Path | None = None, armed: Armed | None = None, **options: Any
+    ) -> list[int]:
+        line = step_line(name, output or tmp_path / "out", model_folder, pair_rows, *more)
+        return run_step(MODULES[name], ranks, line, armed, **options)
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Actor and reward model, which has a head; the reference is another model, so that the KL is not zero."""
     folder = tmp_path_factory.mktemp("roles")
     for seed, name in ((0, "actor"), (2, "reference")):
         tiny_model(seed).save_pretrained(folder / name)
-    torch.manual_seed(1)
-    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1)).save_pretrained(folder / "reward")
+    save_tiny(folder / "reward", tiny_scorer())
     return {name: str(folder / name) for name in ("actor", "reward", "reference")}

@@ -17,7 +17,6 @@ from hybrid_rlhf.board.runs.folders import RunFolders
 from hybrid_rlhf.board.runs.models import SavedModels
 from hybrid_rlhf.board.runs.summary import RunSummaries
 from hybrid_rlhf.cli.saved_models.loading import load_engine
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig
 from hybrid_rlhf.configs.parsing.building import build_config
 from hybrid_rlhf.configs.parsing.schema import Layer
@@ -26,7 +25,8 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_completion, encode_prompt
 from hybrid_rlhf.runtime.command_line import save_config
 from tests.support.board import ServedBoard, append_rows, sample_rows, served_board
-from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.support.errors import user_error
+from tests.support.tiny import save_tiny, tiny_model, tiny_scorer
 
 HELLO = [{"role": "user", "content": "hello"}]
 SAMPLING = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 12, "seed": 3}
@@ -36,11 +36,8 @@ SAMPLING = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 12, "seed": 3}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("board") / "output"
     for number in (1, 2):
-        tiny_model(seed=number).save_pretrained(folder / f"model_{number}")
-        tiny_tokenizer().save_pretrained(folder / f"model_{number}")
-    torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1)).save_pretrained(folder / "reward")
-    tiny_tokenizer().save_pretrained(folder / "reward")
+        save_tiny(folder / f"model_{number}", tiny_model(seed=number))
+    save_tiny(folder / "reward", tiny_scorer(0))
     return folder
 
 
@@ -96,7 +93,7 @@ def test_a_client_names_only_models_of_the_folders_and_of_the_command_line(folde
     models = SavedModels(RunFolders([tmp_path]), RunSummaries(), [path])
     assert [model["path"] for model in models.shown()] == [path] and models.path_of(path, "chat") == path
     for other, kind in ((folder / "model_2", "chat"), ("gpt2", "chat"), (folder / "reward", "reward")):
-        with pytest.raises(UserError, match="start the board with --models"):
+        with user_error("start the board with --models"):
             models.path_of(str(other), kind)
 
 

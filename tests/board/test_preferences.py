@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import yaml
 
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from tests.support.board import ServedBoard, sample_rows, served_board, workspace_of, write_run
+from tests.support.steps import read_rows
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_pairs_are_blind_and_judged_once(board: ServedBoard, tmp_path: Path) -> 
     again = board.post("/api/preferences", body)
     assert again.status_code == 400 and "not judged yet" in again.json()["error"]
     assert board.get("/api/preferences/summary")["by"] == {"ada": 1}
-    (row,) = [json.loads(line) for line in (tmp_path / "output" / "preferences.jsonl").read_text().splitlines()]
+    (row,) = read_rows(tmp_path / "output" / "preferences.jsonl")
     assert (row["chosen"], row["rejected"], row["tie"]) == (pair["right"], pair["left"], False)
     assert (row["who"], row["choice"], row["prompt"]) == ("ada", "right", pair["prompt"])
     assert [side["score"] for side in row["shown"]] == [SCORES[pair["left"]], SCORES[pair["right"]]]
@@ -92,7 +92,7 @@ def test_a_reward_model_is_trained_on_the_pairs(board: ServedBoard, tmp_path: Pa
     started = board.post("/api/preferences/train", body)
     assert started.status_code == 200, started.text
     folder = tmp_path / "output" / "preferred"
-    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "pairs.jsonl")
     assert len(rows) == 5 and set(rows[0]) == {"prompt", "chosen", "rejected"}
     settings = yaml.safe_load((folder / "board.yaml").read_text())
     assert settings["data"]["sources"] == [str(folder / "pairs.jsonl")] and settings["output_dir"] == str(folder)

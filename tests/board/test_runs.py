@@ -21,7 +21,6 @@ from hybrid_rlhf.board.events import EventHub, Watcher
 from hybrid_rlhf.board.runs.folders import RunFolders, run_id
 from hybrid_rlhf.board.runs.metrics import MetricsFile
 from hybrid_rlhf.board.runs.summary import printed_text
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE, FolderLock
 from tests.support.board import (
     ServedBoard,
@@ -35,6 +34,7 @@ from tests.support.board import (
     write_run,
 )
 from tests.support.clock import wait_until
+from tests.support.errors import user_error
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_links_are_reported_as_not_followed(tmp_path: Path) -> None:
     near, other = workspace.folders.all()
     summary = workspace.summaries.summary(near)
     assert not summary["has_samples"] and "samples.jsonl is a link" in summary["samples_problem"]
-    with pytest.raises(UserError, match="samples.jsonl is a link"):
+    with user_error("samples.jsonl is a link"):
         workspace.samples(near)
     assert "metrics.jsonl is a link" in workspace.summaries.summary(other)["problem"]
 

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from hybrid_rlhf.board.runs.folders import RunFolder, run_id
 from hybrid_rlhf.board.samples.index import SampleIndex
 from hybrid_rlhf.board.samples.queries import SampleQuery, find
-from hybrid_rlhf.configs.errors import UserError
 from tests.support.board import WORDS, ServedBoard, append_rows, sample_rows, served_board, write_run
+from tests.support.errors import user_error
 from tests.support.tiny import tiny_tokenizer
 
 STEPS, COUNT = 6, 20
@@ -224,7 +224,7 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, home: Path, damage: slice
     content = bytearray(file.read_bytes())
     content[damage] = b"x" * len(content[damage])
     file.write_bytes(content)
-    with pytest.raises(UserError, match="was damaged and is made again: ask again"):
+    with user_error("was damaged and is made again: ask again"):
         steps_in(index_of(tmp_path))
     again = index_of(tmp_path)
     assert steps_in(again) == [1, 1, 1] and found_in(again, text="number") == [0, 1, 2]
@@ -300,7 +300,7 @@ def test_words_are_told_apart_in_any_script(tmp_path: Path) -> None:
         [0], [0], [0], [1], [1], [2], [2], [3], [5], [6], [6]
     ]  # fmt: skip
     for text in ("?! *", "*"):
-        with pytest.raises(UserError, match="must have a word"):
+        with user_error("must have a word"):
             found_in(index, text=text)
     assert found_in(index, text="NOT near(a) OR " + "a " * 400) == [], "no word is an operator"
 

@@ -28,6 +28,7 @@ from hybrid_rlhf.configs.pipeline import PipelineConfig, step_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.runtime.command_line import parse_config
 from tests.support.board import ServedBoard, hold_lock, served_board, summary_of, write_run
+from tests.support.errors import user_error
 from tests.support.runs import ROOT
 from tests.support.steps import write_rows
 
@@ -310,7 +311,7 @@ def test_stop_signals_no_process_that_is_not_proven_to_hold_the_lock(
 
     if unreadable:
         monkeypatch.setattr(os, "listdir", refuse)
-    with pytest.raises(UserError, match="stale"):
+    with user_error("stale"):
         stop_only_run(tmp_path / "output")
     with pytest.raises(subprocess.TimeoutExpired):
         victim.wait(0.3)
@@ -322,7 +323,7 @@ def test_stop_ends_no_process_of_a_foreign_run(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("learning_rate: 1\n")
     with hold_lock(folder) as process:
-        with pytest.raises(UserError, match="is foreign"):
+        with user_error("is foreign"):
             stop_only_run(tmp_path / "output")
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.3)

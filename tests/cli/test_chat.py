@@ -6,23 +6,28 @@ import errno
 import io
 import json
 import re
+from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow.parquet
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_rlhf.cli.main import main
-from hybrid_rlhf.cli.saved_models import chat, generate
+from hybrid_rlhf.cli.saved_models import chat
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.chat import ChatSession
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
-from tests.support.commands import refusal
+from tests.support.commands import CommandLine
+from tests.support.messages import assistant, user
+from tests.support.steps import read_rows
 from tests.support.tiny import CHATML, tiny_model, tiny_tokenizer
+
+Drive = Callable[..., tuple[ChatSession, str]]
 
 
 def conversation(template: str = CHATML) -> ChatSession:
@@ -30,64 +35,52 @@ def conversation(template: str = CHATML) -> ChatSession:
     return ChatSession(GenerationEngine.from_model(tiny_model()), tokenizer, lambda m: encode_prompt(m, tokenizer))
 
 
-def drive(
-    lines: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    template: str = CHATML,
-) -> tuple[ChatSession, str]:
-    """Type lines, then Ctrl-D; what appears."""
-    pending = iter(lines)
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Drive:
+    """Types lines, then Ctrl-D; what appears."""
 
-    def typed(prompt: str) -> str:
-        line = next(pending, None)
-        if line is None:
-            raise EOFError
-        return line
+    def typed(*lines: str, template: str = CHATML) -> tuple[ChatSession, str]:
+        monkeypatch.setattr("builtins.input", Mock(side_effect=[*lines, EOFError]))
+        talk = conversation(template)
+        sampling = SamplingParams(max_new_tokens=5, seed=0)
+        chat.Session(talk, sampling, view=chat.PlainView(), load=pytest.fail, load_scorer=pytest.fail).run()
+        return talk, capsys.readouterr().out
 
-    monkeypatch.setattr("builtins.input", typed)
-    talk = conversation(template)
-    sampling = SamplingParams(max_new_tokens=5, seed=0)
-    chat.Session(talk, sampling, view=chat.PlainView(), load=pytest.fail, load_scorer=pytest.fail).run()
-    return talk, capsys.readouterr().out
+    return typed
 
 
-def test_turns_are_remembered_cleared_and_saved(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A file with one prompt."""
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "hi"}\n')
+    return file
+
+
+def test_turns_are_remembered_cleared_and_saved(drive: Drive, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
-    said = ["hi", "", "again", *(f"/save {name}" for name in (file, file, "x" * 300)), "/quit", "never said"]
-    talk, out = drive(said, monkeypatch, capsys)
+    saves = [f"/save {name}" for name in (file, file, "x" * 300)]
+    talk, out = drive("hi", "", "again", *saves, "/quit", "never said")
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
     assert [m["content"] for m in talk.messages][::2] == ["hi", "again"]
     assert json.loads(file.read_text())["messages"] == talk.messages
     assert out.count("model> ") == 2 and "exists: choose another name" in out
     assert "(File name too long): choose another folder" in out
-    talk, out = drive(["hi", "/clear"], monkeypatch, capsys)
+    talk, out = drive("hi", "/clear")
     assert talk.messages == [] and "cleared" in out
 
 
-@pytest.mark.parametrize("words", [["chat"], ["generate", "--input", "ROWS", "--output", "OUT"]])
-def test_a_reward_model_does_not_answer(
-    words: list[str], paths: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny_tokenizer().save_pretrained(paths["reward"])
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "hi"}\n')
-    places = {"ROWS": str(tmp_path / "rows.jsonl"), "OUT": str(tmp_path / "out.jsonl")}
-    line = [words[0], paths["reward"], *(places.get(word, word) for word in words[1:])]
-    assert refusal(main, line, capsys) == (
+@pytest.mark.parametrize("command", ["chat {}", "generate {} --input {} --output {}.out"])
+def test_a_reward_model_does_not_answer(command: str, paths: dict[str, str], source: Path, cli: CommandLine) -> None:
+    assert cli.refused(command.format(paths["reward"], source, source)) == (
         f"error: a model that answers must have a language model head, {paths['reward']} is a reward model: give a "
         "causal LM\n"
     )
 
 
-def test_system_and_set(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    talk, out = drive(
-        ["/system be brief", "/set", "/set temperature 0", "/set top_p x", "/set nothing 1", "/set top_p 7", "/what"]
-        + ["/help"],
-        monkeypatch,
-        capsys,
-    )
+def test_system_and_set(drive: Drive) -> None:
+    wrong = ("/set top_p x", "/set nothing 1", "/set top_p 7", "/what")
+    talk, out = drive("/system be brief", "/set", "/set temperature 0", *wrong, "/help")
     assert talk.system == "be brief"
     assert "system prompt set, conversation cleared" in out
     assert talk.transcript() == [{"role": "system", "content": "be brief"}]
@@ -104,17 +97,17 @@ def test_system_and_set(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_what_cannot_be_answered_is_not_said_and_the_talk_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    drive: Drive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond the model's 256 positions, and against the template."""
     monkeypatch.setattr(GenerationEngine, "max_positions", 256)
-    talk, out = drive(["hi", "long " * 60, "again"], monkeypatch, capsys)
+    talk, out = drive("hi", "long " * 60, "again")
     assert re.search(
         r"\nerror: the model has 256 positions, the conversation has \d+ tokens: write less, or /clear\n", out
     )
     assert [m["content"] for m in talk.messages[::2]] == ["hi", "again"] and len(talk.messages) == 4
     template = "{{ raise_exception('not that') if messages[-1]['content'] == 'that' }}{{ messages[-1]['content'] }}"
-    talk, out = drive(["that", "hi"], monkeypatch, capsys, template)
+    talk, out = drive("that", "hi", template=template)
     assert out.count("error: the chat template must accept") == 1
     assert [m["role"] for m in talk.messages] == ["user", "assistant"]
 
@@ -130,55 +123,49 @@ def test_an_interrupted_answer_keeps_what_was_said() -> None:
 def greedily(folder: Path, text: str) -> str:
     """What Hugging Face's generate answers in four tokens at most."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(str(folder))
-    prompt = encode_prompt([{"role": "user", "content": text}], tokenizer)
+    prompt = torch.tensor([encode_prompt([user(text)], tokenizer)])
     whole = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        prompt,
+        attention_mask=torch.ones_like(prompt),
         max_new_tokens=4,
         do_sample=False,
         pad_token_id=0,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return str(tokenizer.decode(whole[0, len(prompt) :], skip_special_tokens=True))
+    return str(tokenizer.decode(whole[0, prompt.shape[1] :], skip_special_tokens=True))
 
 
-def test_generate_completes_a_prompt(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["generate", str(model_folder), "--prompt", "say 1", "--sampling.temperature", "0", "--device", "cpu"]
-    main([*line, "--sampling.max_new_tokens", "4", "--json"])
-    document = json.loads(capsys.readouterr().out)
+def test_generate_completes_a_prompt(model_folder: Path, cli: CommandLine) -> None:
+    line = f"generate {model_folder} --prompt 'say 1' --sampling.temperature 0 --device cpu --sampling.max_new_tokens 4"
+    document = cli(f"{line} --json").result
     assert document["prompt"] == "say 1" and len(document["completions"]) == 1
-    main([*line, "--sampling.max_new_tokens", "4"])
-    assert capsys.readouterr().out == document["completions"][0]["text"] + "\n"
-    assert "takes --prompt or --input, got both" in refusal(main, [*line, "--input", "rows.jsonl"], capsys)
+    assert cli(line).out == document["completions"][0]["text"] + "\n"
+    assert "takes --prompt or --input, got both" in cli.refused(f"{line} --input rows.jsonl")
 
 
-def test_generate_completes_a_file(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_completes_a_file(model_folder: Path, tmp_path: Path, cli: CommandLine) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out" / "answers.jsonl"
     source.write_text('{"prompt": "hi", "id": 7}\n{"messages": [{"role": "user", "content": "yo"}]}\n')
-    line = [str(model_folder), "--input", str(source), "--output", str(output)]
-    line += "--sampling.n 2 --sampling.max_new_tokens 4 --sampling.temperature 0".split()
-    generate.main(line)
-    rows = [json.loads(text) for text in output.read_text().splitlines()]
+    line = f"generate {model_folder} --input {source} --output {output}"
+    line += " --sampling.n 2 --sampling.max_new_tokens 4 --sampling.temperature 0"
+    assert "2 prompts, " in cli(line).out
+    rows = read_rows(output)
     assert rows[0]["id"] == 7 and [len(row["completions"]) for row in rows] == [2, 2]
     first, second = rows[0]["completions"]
     assert first == second and first["finish_reason"] in ("stop", "length") and first["logprob"] < 0
     assert [row["completions"][0]["text"] for row in rows] == [greedily(model_folder, text) for text in ("hi", "yo")]
-    assert "2 prompts, " in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        generate.main(line)
-    assert "--output must be a new file" in (err := capsys.readouterr().err) and "give --overwrite\n" in err
-    main(["generate", *line, "--overwrite", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    assert "--output must be a new file" in (err := cli.refused(line)) and "give --overwrite\n" in err
+    found = cli(f"{line} --overwrite --json").result
     assert (found["output"], found["prompts"]) == (str(output), 2) and found["tokens"] > 0
 
 
 def test_with_json_a_chat_is_events_and_ends_with_the_messages(
-    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n/set top_p 7\n{'long ' * 60}\n"))
     monkeypatch.setattr(GenerationEngine, "max_positions", 256)
-    main(["chat", str(model_folder), "--sampling.max_new_tokens", "4", "--sampling.temperature", "0", "--json"])
-    *events, result = map(json.loads, capsys.readouterr().out.splitlines())
+    ended = cli(f"chat {model_folder} --sampling.max_new_tokens 4 --sampling.temperature 0 --json")
+    *events, result = map(json.loads, ended.out.splitlines())
     said = {
         kind: [event for event in events if event["event"] == kind] for kind in ("notice", "piece", "reply", "refusal")
     }
@@ -186,68 +173,55 @@ def test_with_json_a_chat_is_events_and_ends_with_the_messages(
     (reply,) = said["reply"]
     assert reply["text"] == "".join(piece["text"] for piece in said["piece"]).strip() and not reply["stopped"]
     assert [(refusal["model"], "256 positions" in refusal["text"]) for refusal in said["refusal"]] == [("model", True)]
-    answer = greedily(model_folder, "hi").strip()
-    assert result == {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]}
+    assert result == {"messages": [user("hi"), assistant(greedily(model_folder, "hi").strip())]}
 
 
-@pytest.mark.parametrize("words", [["--json"], []])
+@pytest.mark.parametrize("json_option", ["--json", ""])
 def test_a_line_that_is_no_text_is_refused_and_the_talk_goes_on(
-    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+    model_folder: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, json_option: str
 ) -> None:
     said = io.BytesIO(b"\xff\xfe\n/system \xff\nhi\n")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(said, encoding="utf-8"))
-    main(["chat", str(model_folder), "--sampling.max_new_tokens", "2", *words])
-    out = capsys.readouterr().out
+    out = cli(f"chat {model_folder} --sampling.max_new_tokens 2 {json_option}").out
     assert out.count("a line must be text that UTF-8 can write, got '") == 2
-    if words:
+    if json_option:
         *events, result = map(json.loads, out.splitlines())
         assert [event["event"] for event in events if "model" in event][:2] == ["refusal"] * 2
         assert [message["role"] for message in result["messages"]] == ["user", "assistant"]
 
 
-def test_columns_that_json_lacks_are_written_as_text(model_folder: Path, tmp_path: Path) -> None:
+def test_columns_that_json_lacks_are_written_as_text(model_folder: Path, tmp_path: Path, cli: CommandLine) -> None:
     source, output = tmp_path / "in.parquet", tmp_path / "answers.jsonl"
     row = {"prompt": "hi", "day": date(2024, 5, 1), "price": Decimal("1.50"), "raw": b"ab"}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), source)
-    line = [str(model_folder), "--input", str(source), "--output", str(output)]
-    generate.main([*line, "--sampling.max_new_tokens", "2"])
-    (written,) = map(json.loads, output.read_text().splitlines())
+    cli(f"generate {model_folder} --input {source} --output {output} --sampling.max_new_tokens 2")
+    (written,) = read_rows(output)
     assert (written["day"], written["price"], written["raw"]) == ("2024-05-01", "1.50", "b'ab'")
     assert not list(tmp_path.glob("*.partial"))
 
 
 def test_a_disk_that_fails_leaves_nothing_beside(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, source: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, output = tmp_path / "in.jsonl", tmp_path / "answers.jsonl"
-    source.write_text('{"prompt": "hi"}\n')
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(output))
-
-    monkeypatch.setattr("os.fsync", full)
-    line = [str(model_folder), "--input", str(source), "--output", str(output)]
-    with pytest.raises(SystemExit):
-        generate.main([*line, "--sampling.max_new_tokens", "2"])
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    output = source.with_name("answers.jsonl")
+    full = OSError(errno.ENOSPC, "No space left on device", str(output))
+    monkeypatch.setattr("os.fsync", Mock(side_effect=full))
+    assert cli(f"generate {model_folder} --input {source} --output {output} --sampling.max_new_tokens 2").code
+    assert [*source.parent.iterdir()] == [source]
 
 
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
-        ([], "a model must be named"),
-        (["absent/folder/x", "--input", "INPUT", "--output", "b"], "absent/folder/x is none: check the path"),
-        (["MODEL", "--input", "absent.jsonl", "--output", "b"], "absent.jsonl does not exist"),
-        (["MODEL"], "generate needs --prompt TEXT, or --input and --output"),
+        ("", "a model must be named"),
+        ("absent/folder/x --input {input} --output b", "absent/folder/x is none: check the path"),
+        ("{model} --input absent.jsonl --output b", "absent.jsonl does not exist"),
+        ("{model}", "generate needs --prompt TEXT, or --input and --output"),
         (
-            ["MODEL", "--input", "INPUT", "--output", "OUTPUT", "--device", "cpu", "--dtype", "float16"],
+            "{model} --input {input} --output {input}.out --device cpu --dtype float16",
             "error: dtype float16 needs a GPU, this is a CPU: set --dtype float32 or bfloat16",
         ),
     ],
 )
-def test_mistakes_are_one_line(
-    line: list[str], rule: str, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
-    places = {"MODEL": str(model_folder), "INPUT": str(tmp_path / "in.jsonl"), "OUTPUT": str(tmp_path / "out.jsonl")}
-    assert rule in refusal(generate.main, [places.get(word, word) for word in line], capsys)
+def test_mistakes_are_one_line(line: str, rule: str, model_folder: Path, source: Path, cli: CommandLine) -> None:
+    assert rule in cli.refused(f"generate {line.format(model=model_folder, input=source)}")

@@ -18,11 +18,10 @@ import pexpect
 import pexpect.fdpexpect
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.cli.main import main
 from tests.support.ranks import FORKSERVER
-from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.support.tiny import save_tiny, tiny_model, tiny_scorer
 
 _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[()][A-Z0-9]|[=>])")
 _PROMPT = "\x1b[?2004h"
@@ -35,11 +34,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models and a reward model."""
     folder = tmp_path_factory.mktemp("saved")
     for seed, name in enumerate(("one", "two")):
-        tiny_model(seed).save_pretrained(folder / name)
-    torch.manual_seed(1)
-    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1)).save_pretrained(folder / "reward")
-    for name in ("one", "two", "reward"):
-        tiny_tokenizer().save_pretrained(folder / name)
+        save_tiny(folder / name, tiny_model(seed))
+    save_tiny(folder / "reward", tiny_scorer())
     return folder
 
 

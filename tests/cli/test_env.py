@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shutil
@@ -13,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.runtime import installation
 from hybrid_rlhf.runtime.installation import Fault, PackageState, required_packages
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import _log_device
 from hybrid_rlhf.runtime.world import solo_world
-from tests.support.commands import refusal
+from tests.support.commands import CommandLine
 
 REQUIREMENTS = [
     "torch>=2",
@@ -51,27 +49,19 @@ def test_requirements_next_to_what_is_installed() -> None:
     assert faults == [None, old, gone, None, old, None], "a missing optional package is no fault"
 
 
-def test_the_command_prints_versions_and_fails_on_a_fault(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["env"])
-    said = capsys.readouterr().out
+def test_the_command_prints_versions_and_fails_on_a_fault(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+    said = cli("env").out
     assert "runs compute on          " in said
     assert f"torch                    {torch.__version__}" in said and "extra serve" in said and "problem" not in said
-    main(["env", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = cli("env --json").result
     assert found["versions"]["torch"] == torch.__version__ and found["faults"] == []
     assert found["compiled_cpu_kernels"] in (True, False) and found["processor"]["cores"] >= 1
     assert {"deepspeed", "transformers"} <= {package["name"] for package in found["packages"]}
 
     monkeypatch.setattr(installation, "required_packages", lambda _: required_packages(REQUIREMENTS))
-    for words in (["env"], ["env", "--json"]):
-        with pytest.raises(SystemExit) as stopped:
-            main(words)
-        assert stopped.value.code == 1
-        said = capsys.readouterr().out
-        assert "pip install 'numpy<1'" in said
-    assert [fault["fix"] for fault in json.loads(said)["faults"]][0] == "pip install 'numpy<1'"
+    told, ended = cli("env"), cli("env --json")
+    assert told.code == ended.code == 1 and "pip install 'numpy<1'" in told.out
+    assert ended.result["faults"][0]["fix"] == "pip install 'numpy<1'"
 
 
 @pytest.fixture
@@ -145,5 +135,5 @@ def test_a_run_says_what_it_computes_on(
     assert "built without CUDA: install the build for CUDA" in caplog.records[1].message
 
 
-def test_an_option_that_the_command_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "unknown option --verbose" in refusal(main, ["env", "--verbose", "true"], capsys)
+def test_an_option_that_the_command_does_not_have(cli: CommandLine) -> None:
+    assert "unknown option --verbose" in cli.refused("env --verbose true")

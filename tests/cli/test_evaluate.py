@@ -13,20 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
-from hybrid_rlhf.cli.saved_models import evaluate
 from hybrid_rlhf.cli.saved_models.evaluation.results import Estimate, bootstrap, pass_at_k, wilson
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.head_check import module_logprobs
 from hybrid_rlhf.models.pretrained.cards import read_card_metadata
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
-from tests.support.commands import refusal
+from tests.support.commands import CommandLine
+from tests.support.messages import user
 from tests.support.ranks import run_main
 from tests.support.servers import json_server
 from tests.support.steps import MODULES, step_line, write_lines
-from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.support.tiny import save_tiny, tiny_model, tiny_scorer, tiny_tokenizer
 
 REWARD = """
 def digits(prompts, completions, answer, **columns):
@@ -68,23 +67,13 @@ metric_list:
     aggregation: mean
     higher_is_better: true
 """
-
-
-@pytest.fixture
-def scorer_folder(tmp_path: Path) -> Path:
-    """A random reward model."""
-    torch.manual_seed(1)
-    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1)).save_pretrained(tmp_path / "reward")
-    tiny_tokenizer().save_pretrained(tmp_path / "reward")
-    return tmp_path / "reward"
+Measured = Callable[[str], Any]
 
 
 @pytest.fixture
 def other_folder(tmp_path: Path) -> Path:
     """Another model."""
-    tiny_model(3).save_pretrained(tmp_path / "other")
-    tiny_tokenizer().save_pretrained(tmp_path / "other")
-    return tmp_path / "other"
+    return save_tiny(tmp_path / "other", tiny_model(3))
 
 
 @pytest.fixture
@@ -92,17 +81,51 @@ def prompts(write_jsonl: Callable[..., Path]) -> Path:
     return write_jsonl([{"prompt": f"say {i}", "answer": i % 2} for i in range(6)], "prompts.jsonl")
 
 
-def measured(tmp_path: Path, *words: object) -> dict[str, Any]:
+@pytest.fixture
+def rewards(tmp_path: Path) -> Path:
+    """A file with rewards."""
+    file = tmp_path / "rewards.py"
+    file.write_text(REWARD)
+    return file
+
+
+@pytest.fixture
+def measured(tmp_path: Path, cli: CommandLine) -> Measured:
     """The document that the command writes."""
-    output = tmp_path / f"results{len(list(tmp_path.glob('results*')))}.json"
-    evaluate.main([*map(str, words), "--output", str(output)])
-    document: dict[str, Any] = json.loads(output.read_text())
-    assert document["versions"]["torch"] and document["settings"]["path"] == str(words[0])
-    return document
+
+    def run(line: str) -> Any:
+        output = tmp_path / f"results{len(list(tmp_path.glob('results*')))}.json"
+        ended = cli(f"evaluate {line} --output {output}")
+        assert ended.code == 0, ended.err
+        document = json.loads(output.read_text())
+        assert document["versions"]["torch"] and document["settings"]["path"] == line.split()[0]
+        assert next(iter(document["results"])) in ended.out
+        return document
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_rlhf.cli.saved_models.evaluation.judges.retry_delay_seconds", lambda tries: 0.0)
+
+
+def texts_of(folder: Path, prompts: list[list[int]], **sampling: Any) -> list[list[str]]:
+    """What a model answers to prompts."""
+    engine = GenerationEngine.from_pretrained(str(folder), dtype=torch.float32)
+    sampled = engine.generate(prompts, SamplingParams(**sampling))
+    return [[tiny_tokenizer().decode(one.token_ids, skip_special_tokens=True) for one in row] for row in sampled]
+
+
+def said(count: int) -> list[list[int]]:
+    """The prompts "say 0", "say 1", ..."""
+    return [encode_prompt([user(f"say {i}")], tiny_tokenizer()) for i in range(count)]
 
 
 @pytest.mark.slow
-def test_perplexity_and_accuracy_are_those_of_training(tmp_path: Path, model_folder: Path, pair_rows: Path) -> None:
+def test_perplexity_and_accuracy_are_those_of_training(
+    tmp_path: Path, model_folder: Path, pair_rows: Path, measured: Measured
+) -> None:
     """Of the same rows, in the evaluation after the last update; and the models have a card."""
     rows = tmp_path / "held_out.jsonl"
     rows.write_text("".join(pair_rows.read_text().splitlines(keepends=True)[:10]))
@@ -111,10 +134,11 @@ def test_perplexity_and_accuracy_are_those_of_training(tmp_path: Path, model_fol
         line = step_line(step, output, model_folder, pair_rows, "--data.eval_sources", str(rows))
         run_main(MODULES[step], 1, [*line, "--data.max_eval_rows", "10"])
         last = read_metrics(output)[-1]
-        found = measured(tmp_path, output, "--data", rows, "--max_length", 64)
+        found = measured(f"{output} --data {rows} --max_length 64")
         assert found["measure"] == name
-        assert found["results"][name]["value"] == pytest.approx(last[f"eval/{metric}"], rel=1e-4)
-        assert found["results"][name]["low"] <= found["results"][name]["value"] <= found["results"][name]["high"]
+        value = found["results"][name]
+        assert value["value"] == pytest.approx(last[f"eval/{metric}"], rel=1e-4)
+        assert value["low"] <= value["value"] <= value["high"]
         card = (output / "README.md").read_text()
         assert f"| {metric} | " in card and str(tmp_path) not in card and "max_steps: 6" in card
         kind = "text-generation" if step == "sft" else "text-classification"
@@ -123,24 +147,23 @@ def test_perplexity_and_accuracy_are_those_of_training(tmp_path: Path, model_fol
 
 
 def test_what_is_truncated_or_cannot_be_measured_is_counted(
-    tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    model_folder: Path, write_jsonl: Callable[..., Path], measured: Measured
 ) -> None:
     rows = [{"prompt": "hi", "completion": "x" * 50}, {"prompt": "y" * 60, "completion": "no"}]
     rows += [{"prompt": "hi", "completion": "ok"}] * 3
-    found = measured(tmp_path, model_folder, "--data", write_jsonl(rows), "--max_length", 40, "--max_rows", 4)
-    results = found["results"]
+    results = measured(f"{model_folder} --data {write_jsonl(rows)} --max_length 40 --max_rows 4")["results"]
     assert (results["conversations"], results["truncated"], results["without tokens to measure"]) == (3, 2, 1)
-    assert "perplexity" in capsys.readouterr().out
 
 
 def test_a_model_ties_with_itself_and_the_reward_decides_against_another(
-    tmp_path: Path, model_folder: Path, other_folder: Path, scorer_folder: Path, prompts: Path
+    tmp_path: Path, model_folder: Path, other_folder: Path, prompts: Path, measured: Measured
 ) -> None:
-    words = ("--data", prompts, "--judge.model", scorer_folder, "--sampling.max_new_tokens", 6, "--against")
-    same = measured(tmp_path, model_folder, *words, model_folder)
+    judge = save_tiny(tmp_path / "reward", tiny_scorer())
+    more = f"--data {prompts} --judge.model {judge} --sampling.max_new_tokens 6 --against"
+    same = measured(f"{model_folder} {more} {model_folder}")
     assert same["results"]["ties"] == 6 and same["results"]["win rate"]["value"] == 0.5
-    there = measured(tmp_path, model_folder, *words, other_folder)
-    back = measured(tmp_path, other_folder, *words, model_folder)
+    there = measured(f"{model_folder} {more} {other_folder}")
+    back = measured(f"{other_folder} {more} {model_folder}")
     assert there["results"]["wins"] == back["results"]["losses"] and there["results"]["ties"] < 6
     assert there["results"]["win rate"]["value"] == pytest.approx(1 - back["results"]["win rate"]["value"])
     assert [row["completion"] for row in there["rows"]] == [row["other"] for row in back["rows"]]
@@ -167,66 +190,52 @@ def judge(verdict: Callable[[str, str], str]) -> Callable[[str, str, bytes], tup
 
 @pytest.mark.parametrize("kind", ["first", "longer", "silent"])
 def test_an_endpoint_is_asked_in_both_orders(
-    kind: str,
-    tmp_path: Path,
-    model_folder: Path,
-    other_folder: Path,
-    prompts: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, model_folder: Path, other_folder: Path, prompts: Path, measured: Measured, cli: CommandLine
 ) -> None:
-    monkeypatch.setattr("hybrid_rlhf.cli.saved_models.evaluation.judges.retry_delay_seconds", lambda tries: 0.0)
     verdicts = {
         "first": lambda a, b: "[[A]]",
         "longer": lambda a, b: "[[A]]" if len(a) > len(b) else "[[B]]" if len(b) > len(a) else "[[C]]",
         "silent": lambda a, b: "I cannot say.",
     }
     with json_server(judge(verdicts[kind])) as url:
-        words = [model_folder, "--data", prompts, "--against", other_folder, "--judge.url", f"{url}/v1"]
-        words += ["--sampling.max_new_tokens", 6, "--sampling.temperature", 1]
+        line = f"{model_folder} --data {prompts} --against {other_folder} --judge.url {url}/v1"
+        line += " --sampling.max_new_tokens 6 --sampling.temperature 1"
         if kind == "silent":
-            with pytest.raises(SystemExit):
-                measured(tmp_path, *words)
-            assert "error: a judge must end with [[A]], [[B]] or [[C]], judge at" in capsys.readouterr().err
+            assert "error: a judge must end with [[A]], [[B]] or [[C]], judge at" in cli.refused(f"evaluate {line}")
             return
-        found = measured(tmp_path, *words)
+        found = measured(line)
+    changed = found["results"]["verdicts that changed with the order"]
     if kind == "first":
-        assert found["results"]["ties"] == found["results"]["verdicts that changed with the order"] == 6
+        assert found["results"]["ties"] == changed == 6
     else:
         lengths = [(len(row["completion"]), len(row["other"])) for row in found["rows"]]
         assert [row["outcome"] for row in found["rows"]] == [0.5 + 0.5 * float(np.sign(a - b)) for a, b in lengths]
-        assert found["results"]["verdicts that changed with the order"] == 0
+        assert changed == 0
 
 
-def test_pass_rates_are_those_of_the_rewards(tmp_path: Path, model_folder: Path, prompts: Path) -> None:
-    file = tmp_path / "rewards.py"
-    file.write_text(REWARD)
-    words = ("--data", prompts, "--reward", f"{file}:digits", "--k", "[1, 2]", "--sampling.n", 4, "--seed", 5)
-    found = measured(tmp_path, model_folder, *words, "--sampling.max_new_tokens", 4, "--sampling.temperature", 1)
-    rewards = [row["rewards"] for row in found["rows"]]
-    assert [len(row) for row in rewards] == [4] * 6 and 0 < sum(map(sum, rewards)) < 24
-    expected = [np.mean([max(pair) for pair in combinations(row, 2)]) for row in rewards]
-    assert found["results"]["pass@2"]["value"] == pytest.approx(np.mean(expected))
-    assert found["results"]["pass@1"]["value"] == pytest.approx(np.mean(rewards))
-    assert found["results"]["mean@4"]["value"] == pytest.approx(np.mean(rewards))
-    tokenizer = tiny_tokenizer()
-    engine = GenerationEngine.from_pretrained(str(model_folder), dtype=torch.float32)
-    sampling = SamplingParams(n=4, max_new_tokens=4, temperature=1.0, top_p=0.95, seed=5)
-    sampled = engine.generate(
-        [encode_prompt([{"role": "user", "content": f"say {i}"}], tokenizer) for i in range(6)], sampling
+def test_pass_rates_are_those_of_the_rewards(
+    model_folder: Path, prompts: Path, rewards: Path, measured: Measured
+) -> None:
+    found = measured(
+        f"{model_folder} --data {prompts} --reward {rewards}:digits --k '[1, 2]' --sampling.n 4 --seed 5"
+        " --sampling.max_new_tokens 4 --sampling.temperature 1"
     )
-    texts = [[tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in row] for row in sampled]
+    given = [row["rewards"] for row in found["rows"]]
+    assert [len(row) for row in given] == [4] * 6 and 0 < sum(map(sum, given)) < 24
+    of_two = [np.mean([max(pair) for pair in combinations(row, 2)]) for row in given]
+    for name, expected in (("pass@2", of_two), ("pass@1", given), ("mean@4", given)):
+        assert found["results"][name]["value"] == pytest.approx(np.mean(expected))
+    texts = texts_of(model_folder, said(6), n=4, max_new_tokens=4, temperature=1.0, top_p=0.95, seed=5)
     assert [row["completions"] for row in found["rows"]] == texts
 
 
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs util-linux")
-def test_a_verifier_gives_the_reason_of_each_score(tmp_path: Path, model_folder: Path) -> None:
+def test_a_verifier_gives_the_reason_of_each_score(
+    model_folder: Path, write_jsonl: Callable[..., Path], measured: Measured
+) -> None:
     """The reward of training by its name; with a function there is no reason."""
-    file = tmp_path / "problems.jsonl"
-    tests = [{"input": "", "output": "3"}]
-    file.write_text("".join(json.dumps({"prompt": f"say {i}", "tests": tests}) + "\n" for i in range(2)))
-    words = ("--data", file, "--reward", "code", "--sampling.n", 2, "--sampling.max_new_tokens", 4)
-    found = measured(tmp_path, model_folder, *words)
+    file = write_jsonl([{"prompt": f"say {i}", "tests": [{"input": "", "output": "3"}]} for i in range(2)])
+    found = measured(f"{model_folder} --data {file} --reward code --sampling.n 2 --sampling.max_new_tokens 4")
     assert found["results"]["pass@1"]["value"] == 0.0
     assert [row["reasons"] for row in found["rows"]] == [["no_answer: it has no fenced block of code"] * 2] * 2
 
@@ -250,7 +259,7 @@ def test_estimates() -> None:
 
 @pytest.mark.slow
 def test_tasks_of_the_harness_are_run_on_the_engine(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, measured: Measured
 ) -> None:
     """A task with choices, one with texts, both of a file."""
     pytest.importorskip("lm_eval")
@@ -262,23 +271,20 @@ def test_tasks_of_the_harness_are_run_on_the_engine(
     (tasks / "choose.yaml").write_text(TASK.format(name="tiny_choose", folder=tmp_path) + CHOOSE)
     (tasks / "write.yaml").write_text(TASK.format(name="tiny_write", folder=tmp_path) + WRITE)
     (tasks / "lengths.py").write_text("def lengths(doc, results):\n    return {'mean_length': len(results[0])}\n")
-    words = ("--tasks", "[tiny_choose, tiny_write]", "--tasks_folder", tasks, "--max_length", 64)
-    results = measured(tmp_path, model_folder, *words)["results"]
+    line = f"{model_folder} --tasks '[tiny_choose, tiny_write]' --tasks_folder {tasks} --max_length 64"
+    results = measured(line)["results"]
     assert results["tiny_choose rows"] == results["tiny_write rows"] == 5
     lm, tokenizer = tiny_model(), tiny_tokenizer()
+    contexts = [tokenizer(f"Q: {row['question']}\nA:")["input_ids"] for row in rows]
     right = []
-    for row in rows:
-        scores = []
-        for choice in row["choices"]:
-            context, text = tokenizer(f"Q: {row['question']}\nA:")["input_ids"], tokenizer(f" {choice}")["input_ids"]
-            scores.append(float(module_logprobs(lm, context + text)[-len(text) :].sum()))
+    for row, context in zip(rows, contexts, strict=True):
+        choices = [tokenizer(f" {choice}")["input_ids"] for choice in row["choices"]]
+        scores = [float(module_logprobs(lm, context + text)[-len(text) :].sum()) for text in choices]
         right.append(int(np.argmax(scores)) == row["gold"])
     assert results["tiny_choose acc"]["value"] == pytest.approx(np.mean(right))
-    engine = GenerationEngine.from_pretrained(str(model_folder), dtype=torch.float32)
-    greedy = SamplingParams(max_new_tokens=6, temperature=0.0)
-    sampled = engine.generate([tokenizer(f"Q: {row['question']}\nA:")["input_ids"] for row in rows], greedy)
-    texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True).partition("\n")[0] for (one,) in sampled]
-    assert results["tiny_write mean_length"]["value"] == pytest.approx(np.mean([len(text) for text in texts]))
+    written = texts_of(model_folder, contexts, max_new_tokens=6, temperature=0.0)
+    lengths = [len(text.partition("\n")[0]) for (text,) in written]
+    assert results["tiny_write mean_length"]["value"] == pytest.approx(np.mean(lengths))
 
 
 INSPECT = """
@@ -315,74 +321,49 @@ def lengths():
 
 @pytest.mark.slow
 def test_tasks_of_inspect_are_run_on_the_engine(
-    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model_folder: Path, measured: Measured, cli: CommandLine
 ) -> None:
     pytest.importorskip("inspect_ai")
     (tmp_path / "tasks.py").write_text(INSPECT)
-    words = (model_folder, "--sampling.temperature", 0, "--sampling.max_new_tokens", 9, "--max_length", 64)
-    document = measured(tmp_path, *words, "--inspect_tasks", f"{tmp_path}/tasks.py@lengths")
+    line = f"{model_folder} --sampling.temperature 0 --sampling.max_new_tokens 9 --max_length 64"
+    line += f" --inspect_tasks {tmp_path}/tasks.py@"
+    document = measured(f"{line}lengths")
     assert document["measure"] == "inspect" and document["results"]["lengths rows"] == 5
-    engine, tokenizer = GenerationEngine.from_pretrained(str(model_folder), dtype=torch.float32), tiny_tokenizer()
-    prompts = [encode_prompt([{"role": "user", "content": f"say {n}"}], tokenizer) for n in range(5)]
-    sampled = engine.generate(prompts, SamplingParams(max_new_tokens=9, temperature=0.0))
-    lengths = [len(tokenizer.decode(one.token_ids, skip_special_tokens=True)) for (one,) in sampled]
+    lengths = [len(text) for (text,) in texts_of(model_folder, said(5), max_new_tokens=9, temperature=0.0)]
     found = document["results"]["lengths length mean"]
     assert found["value"] == pytest.approx(np.mean(lengths)) and found["low"] < found["value"] < found["high"]
     for name, error in (("absent", "must"), ("broken", "must run to their ends, broken does not (no score): check it")):
-        with pytest.raises(SystemExit):
-            measured(tmp_path, *words, "--inspect_tasks", f"{tmp_path}/tasks.py@{name}")
-        assert f"error: tasks of Inspect {error}" in capsys.readouterr().err
+        assert f"error: tasks of Inspect {error}" in cli(f"evaluate {line}{name}").err
 
 
 @pytest.mark.faults
-def test_a_task_that_is_not_there_is_one_line(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_is_not_there_is_one_line(model_folder: Path, cli: CommandLine) -> None:
     pytest.importorskip("lm_eval")
-    with pytest.raises(SystemExit):
-        evaluate.main([str(model_folder), "--tasks", "no_such_task"])
-    assert "error: tasks must be tasks of lm-evaluation-harness, no_such_task is none" in capsys.readouterr().err
+    assert (
+        "error: tasks must be tasks of lm-evaluation-harness, no_such_task is none"
+        in cli(f"evaluate {model_folder} --tasks no_such_task").err
+    )
 
 
 @pytest.mark.parametrize(
-    ("words", "rule"),
+    ("line", "rule"),
     [
-        (["MODEL"], "evaluate needs rows, got none"),
-        (["MODEL", "--data", "PROMPTS", "--against", "x"], "win_rate needs a judge"),
-        (["MODEL", "--data", "PROMPTS", "--judge.model", "a", "--judge.url", "b"], "judge takes one of model and url"),
-        (
-            ["MODEL", "--data", "PROMPTS", "--against", "x", "--reward", "a:b"],
-            "one measure at a time, got against and reward",
-        ),
-        (["MODEL", "--data", "PROMPTS", "--measure", "pass_rate"], "pass_rate needs --reward"),
-        (["MODEL", "--data", "PROMPTS", "--reward", "a:b", "--k", "4"], "k must be at most sampling.n 1"),
-        (["MODEL", "--data", "PROMPTS", "--measure", "accuracy"], "a reward model must have a score head"),
-        (
-            ["MODEL", "--data", "PROMPTS", "--reward", "REWARDS:absent"],
-            "absent needs the column gold, the data has prompt",
-        ),
-        (["MODEL", "--data", "PROMPTS", "--reward", "REWARDS:none"], "must give a number per completion"),
-        (["MODEL", "--data", "PROMPTS"], "must have messages or prompt"),
-        (["MODEL", "--data", "PROMPTS", "--output", "PROMPTS"], "--output must be a new file"),
-        (
-            ["MODEL", "--data", "PROMPTS", "--reward", "REWARDS:digits", "--max_length", "9"],
-            "a prompt may have max_length 9",
-        ),
-        (
-            ["MODEL", "--data", "PROMPTS", "--against", "x", "--judge.url", "http://127.0.0.1:9/v1"],
-            "the judge must answer",
-        ),
+        ("", "evaluate needs rows, got none"),
+        ("--data {data} --against x", "win_rate needs a judge"),
+        ("--data {data} --judge.model a --judge.url b", "judge takes one of model and url"),
+        ("--data {data} --against x --reward a:b", "one measure at a time, got against and reward"),
+        ("--data {data} --measure pass_rate", "pass_rate needs --reward"),
+        ("--data {data} --reward a:b --k 4", "k must be at most sampling.n 1"),
+        ("--data {data} --measure accuracy", "a reward model must have a score head"),
+        ("--data {data} --reward {rewards}:absent", "absent needs the column gold, the data has prompt"),
+        ("--data {data} --reward {rewards}:none", "must give a number per completion"),
+        ("--data {data}", "must have messages or prompt"),
+        ("--data {data} --output {data}", "--output must be a new file"),
+        ("--data {data} --reward {rewards}:digits --max_length 9", "a prompt may have max_length 9"),
+        ("--data {data} --against x --judge.url http://127.0.0.1:9/v1", "the judge must answer"),
     ],
 )
 def test_mistakes_are_one_line(
-    words: list[str],
-    rule: str,
-    model_folder: Path,
-    prompts: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    line: str, rule: str, model_folder: Path, prompts: Path, rewards: Path, cli: CommandLine
 ) -> None:
-    monkeypatch.setattr("hybrid_rlhf.cli.saved_models.evaluation.judges.retry_delay_seconds", lambda tries: 0.0)
-    (tmp_path / "rewards.py").write_text(REWARD)
-    places = {"MODEL": str(model_folder), "PROMPTS": str(prompts)}
-    line = [places.get(word, word.replace("REWARDS", f"{tmp_path}/rewards.py")) for word in words]
-    assert rule in refusal(evaluate.main, line, capsys)
+    assert rule in cli.refused(f"evaluate {model_folder} {line.format(data=prompts, rewards=rewards)}")

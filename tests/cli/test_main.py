@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
 import hybrid_rlhf
-from hybrid_rlhf.cli import main as script
 from hybrid_rlhf.cli import train
-from tests.support.commands import refusal
+from hybrid_rlhf.cli.main import COMMANDS
+from tests.support.commands import CommandLine
+from tests.support.runs import run_python
 
 
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["-h"], ["--help"]):
-        script.main(words)
-        out = capsys.readouterr().out
-        assert all(f"\n  {name} " in out for name in (*script.COMMANDS, "--version"))
+def test_help_lists_the_commands(cli: CommandLine) -> None:
+    for line in ("", "-h", "--help"):
+        out = cli(line).out
+        assert all(f"\n  {name} " in out for name in (*COMMANDS, "--version"))
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    script.main(["--version"])
-    assert capsys.readouterr().out == f"hybrid-rlhf {hybrid_rlhf.__version__}\n"
+def test_version(cli: CommandLine) -> None:
+    assert cli("--version").out == f"hybrid-rlhf {hybrid_rlhf.__version__}\n"
 
 
 @pytest.mark.parametrize(("wrong", "nearest"), [("trian", "train"), ("rewards", "reward"), ("--sft", "sft")])
-def test_a_wrong_command_names_the_nearest(wrong: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
-    error = refusal(script.main, [wrong], capsys)
-    assert error.startswith(f"error: unknown command '{wrong}': the nearest is {nearest};")
+def test_a_wrong_command_names_the_nearest(wrong: str, nearest: str, cli: CommandLine) -> None:
+    assert cli.refused(wrong).startswith(f"error: unknown command '{wrong}': the nearest is {nearest};")
 
 
-def test_a_command_is_given_its_arguments_and_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_given_its_arguments_and_name(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     given: list[Any] = []
 
     def pipeline(config_type: type, argv: Any, *, prog: str) -> None:
@@ -41,12 +38,8 @@ def test_a_command_is_given_its_arguments_and_name(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(train, "pipeline", pipeline)
     for command in ("train", "plan"):
-        with pytest.raises(SystemExit):
-            script.main([command, "--steps", "sft"])
-    assert given == [
-        (["--steps", "sft"], "hybrid-rlhf train"),
-        (["--steps", "sft"], "hybrid-rlhf plan"),
-    ]
+        cli(f"{command} --steps sft")
+    assert given == [(["--steps", "sft"], f"hybrid-rlhf {command}") for command in ("train", "plan")]
 
 
 HELP = """
@@ -62,10 +55,10 @@ for command in COMMANDS:
 
 
 def test_the_help_of_a_command_loads_no_torch_and_shows_its_name() -> None:
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
+    done = run_python(["-c", HELP])
     assert done.returncode == 0, done.stderr
     words = {"data": " SUBCOMMAND", "chat": " [PATH] [COMPARE]", "push": " [PATH] [REPO]", "completion": " [SHELL]"}
     words |= {"board": " [FOLDERS]"}
     words |= dict.fromkeys(("generate", "serve", "train-server", "evaluate", "export", "replay"), " [PATH]")
-    for command in script.COMMANDS:
+    for command in COMMANDS:
         assert f"usage: hybrid-rlhf {command}{words.get(command, '')} [--config FILE.yaml]" in done.stdout

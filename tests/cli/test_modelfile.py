@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
-from hybrid_rlhf.cli.main import main
-from hybrid_rlhf.cli.saved_models import export
 from hybrid_rlhf.cli.saved_models.modelfile import modelfile, read_turns
-from hybrid_rlhf.configs.errors import UserError
-from tests.support.commands import refusal
+from tests.support.commands import CommandLine
+from tests.support.errors import user_error
+from tests.support.messages import assistant, user
 from tests.support.tiny import CHATML, byte_tokenizer, tiny_tokenizer
 
 DEFAULT = "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}" + CHATML
@@ -26,11 +25,7 @@ GEMMA = (
 )
 """As Gemma: BOS, other names of roles, no system prompt."""
 NUMBERED = "{% for m in messages %}{{ loop.index ~ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
-TALK = [
-    {"role": "user", "content": "How are you?"},
-    {"role": "assistant", "content": "Well, thanks."},
-    {"role": "user", "content": "Good."},
-]
+TALK = [user("How are you?"), assistant("Well, thanks."), user("Good.")]
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -61,17 +56,10 @@ def test_bos_is_left_to_llama_cpp_where_the_tokenizer_adds_it() -> None:
     tokenizer = byte_tokenizer(["<bos>", "</turn>"], GEMMA, bos_token="<bos>", eos_token="</turn>")
     expected = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
     assert expected.startswith("<bos>") and read_turns(tokenizer).text(TALK) == expected
-    adding = byte_tokenizer(["<bos>", "</turn>"], GEMMA, bos_token="<bos>", eos_token="</turn>")
-    adding._tokenizer.post_processor = _adds_bos()
-    assert read_turns(adding).text(TALK) == expected.removeprefix("<bos>")
-    text = modelfile(Path("m.gguf"), adding, None)
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    assert read_turns(tokenizer).text(TALK) == expected.removeprefix("<bos>")
+    text = modelfile(Path("m.gguf"), tokenizer, None)
     assert 'eq .Role "system"' not in text and text.startswith("# The chat template has no system turns")
-
-
-def _adds_bos() -> Any:
-    from tokenizers.processors import TemplateProcessing
-
-    return TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
 
 
 def test_stop_words_and_parameters_are_the_model_s() -> None:
@@ -99,19 +87,12 @@ def test_stop_words_and_parameters_are_the_model_s() -> None:
     ],
 )
 def test_a_template_that_go_cannot_render_is_refused(template: str | None, rule: str) -> None:
-    with pytest.raises(UserError, match=re.escape(rule)):
+    with user_error(re.escape(rule)):
         read_turns(tiny_tokenizer(template))
 
 
-def test_export_writes_it_beside_the_file(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_writes_it_beside_the_file(model_folder: Path, tmp_path: Path, cli: CommandLine) -> None:
     pytest.importorskip("gguf")
-    output = tmp_path / "m.gguf"
-    capsys.readouterr()
-    main(["export", str(model_folder), "--output", str(output), "--format", "gguf", "--modelfile", "true", "--json"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = cli(f"export {model_folder} --output {tmp_path}/m.gguf --format gguf --modelfile true --json").result
     text = (tmp_path / "m.Modelfile").read_text()
     assert result["modelfile"] == str(tmp_path / "m.Modelfile") and text.startswith("FROM ./m.gguf\nTEMPLATE")
-    refused = refusal(export.main, [str(model_folder), "--output", str(tmp_path / "f"), "--modelfile", "true"], capsys)
-    assert "modelfile is for format gguf" in refused

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybrid_rlhf.cli.saved_models import push
-from tests.support.commands import refusal
+from tests.support.commands import CommandLine
+from tests.support.runs import run_python
 from tests.support.servers import json_server
 
 
@@ -62,13 +60,7 @@ def run_folder(model_folder: Path, tmp_path: Path) -> Path:
 def pushed(url: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, with a token."""
     settings = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "hybrid_rlhf", "push", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **settings, **environment},
-    )
+    return run_python(["-m", "hybrid_rlhf", "push", *words], **{**settings, **environment})
 
 
 def test_the_files_of_the_model_and_its_card_are_uploaded_and_no_others(run_folder: Path) -> None:
@@ -86,26 +78,27 @@ def test_the_files_of_the_model_and_its_card_are_uploaded_and_no_others(run_fold
 
 def test_what_the_hub_refuses_and_what_is_missing_is_one_line(run_folder: Path, tmp_path: Path) -> None:
     with json_server(Hub(refusal=403)) as url:
-        refused = pushed(url, str(run_folder), "me/model")
-        offline = pushed(url, str(run_folder), "me/model", HF_HUB_OFFLINE="1")
-        unknown = pushed(url, str(run_folder), "me/model", HF_TOKEN="", HF_HOME=str(tmp_path / "home"))
-    for done, part in (
-        (refused, "error: the hub refuses me/model with status 403"),
-        (offline, "error: push needs the hub, HF_HUB_OFFLINE is set: unset it"),
-        (unknown, "error: push needs a token of the hub, got none: log in with `hf auth login`"),
-    ):
-        assert done.returncode == 2 and done.stderr.startswith(part) and done.stderr.count("\n") == 1, done.stderr
+        for settings, part in (
+            ({}, "error: the hub refuses me/model with status 403"),
+            ({"HF_HUB_OFFLINE": "1"}, "error: push needs the hub, HF_HUB_OFFLINE is set: unset it"),
+            (
+                {"HF_TOKEN": "", "HF_HOME": str(tmp_path / "home")},
+                "error: push needs a token of the hub, got none: log in with `hf auth login`",
+            ),
+        ):
+            done = pushed(url, str(run_folder), "me/model", **settings)
+            assert done.returncode == 2 and done.stderr.startswith(part) and done.stderr.count("\n") == 1, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "rule"),
+    ("line", "rule"),
     [
-        ([], "a model must be named"),
-        (["EMPTY"], "a repository is USER/NAME, got none"),
-        (["EMPTY", "name"], "a repository is USER/NAME, got name"),
-        (["EMPTY", "me/name"], "a model folder must have weights"),
-        (["absent", "me/name"], "a model folder must have weights, absent has none"),
+        ("", "a model must be named"),
+        ("{}", "a repository is USER/NAME, got none"),
+        ("{} name", "a repository is USER/NAME, got name"),
+        ("{} me/name", "a model folder must have weights"),
+        ("absent me/name", "a model folder must have weights, absent has none"),
     ],
 )
-def test_mistakes_are_one_line(words: list[str], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rule in refusal(push.main, [tmp_path if word == "EMPTY" else word for word in words], capsys)
+def test_mistakes_are_one_line(line: str, rule: str, tmp_path: Path, cli: CommandLine) -> None:
+    assert rule in cli.refused(f"push {line.format(tmp_path)}")

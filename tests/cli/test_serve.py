@@ -9,41 +9,36 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf.cli.main import main
-from hybrid_rlhf.cli.saved_models import serve
-from tests.support.commands import refusal
+from tests.support.commands import CommandLine
 
 
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
-        ([], "a model must be named"),
-        (["m", "--port", "70000"], "port must be in 0..65535, got 70000: choose another"),
-        (["m", "--max_batch_rows", "0"], "max_batch_rows must be 1 or more, got 0"),
-        (["m", "--api_key", "${SERVE_KEY_X}"], "SERVE_KEY_X is not set: export SERVE_KEY_X=..."),
-        (["m", "--sampling.temp", "1"], "unknown option --sampling.temp: the nearest is sampling.temperature"),
-        (["m", "--sampling.n", "2"], "got n 2: leave it out"),
-        (["m", "--host", "256.1.1.1", "--api_key", "k"], "must be an address that is free here, got 256.1.1.1:8000"),
-        (["m", "--host", "0.0.0.0"], "needs an api_key, got host 0.0.0.0 without one: give --api_key '${NAME}'"),
-        (["absent/folder/x", "--host", "localhost", "--port", "0"], "absent/folder/x is none: check the path"),
-        (["absent/folder/x", "--port", "0"], "absent/folder/x is none: check the path"),
+        ("", "a model must be named"),
+        ("m --port 70000", "port must be in 0..65535, got 70000: choose another"),
+        ("m --max_batch_rows 0", "max_batch_rows must be 1 or more, got 0"),
+        ("m --api_key '${SERVE_KEY_X}'", "SERVE_KEY_X is not set: export SERVE_KEY_X=..."),
+        ("m --sampling.temp 1", "unknown option --sampling.temp: the nearest is sampling.temperature"),
+        ("m --sampling.n 2", "got n 2: leave it out"),
+        ("m --host 256.1.1.1 --api_key k", "must be an address that is free here, got 256.1.1.1:8000"),
+        ("m --host 0.0.0.0", "needs an api_key, got host 0.0.0.0 without one: give --api_key '${NAME}'"),
+        ("absent/folder/x --host localhost --port 0", "absent/folder/x is none: check the path"),
+        ("absent/folder/x --port 0", "absent/folder/x is none: check the path"),
     ],
 )
-def test_mistakes_are_one_line(
-    line: list[str], rule: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_one_line(line: str, rule: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SERVE_KEY_X", raising=False)
-    assert rule in refusal(serve.main, line, capsys)
+    assert rule in cli.refused(f"serve {line}")
 
 
-def test_a_port_that_is_taken_is_named(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_named(model_folder: Path, cli: CommandLine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        error = refusal(serve.main, [model_folder, "--port", port], capsys)
-    assert f"127.0.0.1:{port} (Address already in use)" in error
+        assert f"127.0.0.1:{port} (Address already in use)" in cli.refused(f"serve {model_folder} --port {port}")
 
 
-def test_with_json_the_address_is_an_event(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_json_the_address_is_an_event(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server itself is in tests/serving."""
 
     def served(*_: object, report: Callable[[str], None], **__: object) -> bool:
@@ -51,12 +46,11 @@ def test_with_json_the_address_is_an_event(capsys: pytest.CaptureFixture[str], m
         return True
 
     monkeypatch.setattr("hybrid_rlhf.serving.server.serve", served)
-    main(["serve", "m", "--json"])
-    event, result = map(json.loads, capsys.readouterr().out.splitlines())
+    event, result = map(json.loads, cli("serve m --json").out.splitlines())
     assert event == {"event": "serving", "model": "m", "url": "http://127.0.0.1:8000/v1"}
     assert result["model"] == "m" and result["seconds"] >= 0
 
 
-def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_rlhf.serving.packages.find_spec", lambda name: None)
-    assert "fastapi is not installed: pip install 'hybrid_rlhf[serve]'" in refusal(serve.main, ["m"], capsys)
+    assert "fastapi is not installed: pip install 'hybrid_rlhf[serve]'" in cli.refused("serve m")

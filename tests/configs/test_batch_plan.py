@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.loop.batch_plan import plan_batch, plan_rollout
+from tests.support.errors import refused
 
 small = st.integers(1, 12)
 
@@ -36,9 +36,7 @@ def test_the_plan_says_what_a_micro_batch_is() -> None:
 
 
 def test_the_error_says_rule_value_and_fix() -> None:
-    with pytest.raises(UserError) as caught:
-        plan_batch(global_batch_size=32, ranks=3, micro_batches=MicroBatches(rows=4))
-    assert str(caught.value) == (
+    assert refused(plan_batch, global_batch_size=32, ranks=3, micro_batches=MicroBatches(rows=4)) == (
         "train.global_batch_size must be a multiple of 3 ranks x 4 rows = 12, got 32: the nearest are 24 and 36"
     )
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import config_tree
 from hybrid_rlhf.configs.parsing.help import field_docs
 from hybrid_rlhf.configs.pipeline import PipelineConfig
@@ -18,7 +17,9 @@ from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.command_line import parse_config
+from tests.support.commands import CommandLine
+from tests.support.errors import user_error
 
 CONFIGS = [SFTConfig, RewardConfig, RLConfig, PipelineConfig]
 
@@ -72,14 +73,10 @@ def test_a_file_of_comments_changes_nothing(tmp_path: Path) -> None:
     assert parse_config(SFTConfig, ["--config", str(tmp_path / "c.yaml")]) == SFTConfig()
 
 
-def test_a_mistake_is_one_line_without_its_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line_without_its_secrets(cli: CommandLine) -> None:
     """Which line answers which mistake: tests/fuzz."""
-    with pytest.raises(SystemExit) as stopped, user_errors():
-        parse_config(SFTConfig, ["--model.path", "a\nb", "https://me:pass@host/?key=abc"])
-    assert stopped.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    assert err == ("error: options start with --, got 'https://***@host/?key=***': write --KEY VALUE, see --help\n")
+    error = cli.refused("sft --model.path 'a\nb' 'https://me:pass@host/?key=abc'")
+    assert error == "error: options start with --, got 'https://***@host/?key=***': write --KEY VALUE, see --help\n"
 
 
 def test_steps_are_sorted() -> None:
@@ -93,9 +90,8 @@ def test_help_of_rl_shows_few_keys_and_help_all_every_key(
     tree = config_tree(RLConfig, ["--algorithm", algorithm])
     shown: dict[str, set[str]] = {}
     for word in ("--help", "--help-all"):
-        with pytest.raises(SystemExit) as stopped:
+        with pytest.raises(SystemExit, match="^0$"):
             parse_config(RLConfig, ["--algorithm", algorithm, word])
-        assert stopped.value.code == 0
         text = capsys.readouterr().out
         shown[word] = set(re.findall(r"^  --([\w.-]+)", text, re.MULTILINE)) - {"config", "help", "help-all"}
         assert ("--algorithm.gae_lambda" in text) == ("--critic.path" in text) == (algorithm == "ppo")
@@ -124,15 +120,13 @@ def test_a_switch_may_stand_bare_and_the_line_may_be_empty() -> None:
     ):
         config = parse_config(PipelineConfig, line)
         assert (config.sft.model.gradient_checkpointing, config.seed) == (checkpoints, seed), line
-    with pytest.raises(UserError, match="--seed needs a value, got none"):
+    with user_error("--seed needs a value, got none"):
         parse_config(PipelineConfig, ["--seed", switch])
 
 
-def test_help_shows_the_defaults_that_a_choice_brings(capsys: pytest.CaptureFixture[str]) -> None:
-    for line, coefficient in (["--help"], "0.05"), (["--algorithm", "grpo", "--help"], "0.04"), (["--help"], "0.05"):
-        with pytest.raises(SystemExit):
-            parse_config(RLConfig, line)
-        told = " ".join(capsys.readouterr().out.split())
+def test_help_shows_the_defaults_that_a_choice_brings(cli: CommandLine) -> None:
+    for line, coefficient in ("", "0.05"), ("--algorithm grpo", "0.04"), ("", "0.05"):
+        told = " ".join(cli(f"rl {line} --help").out.split())
         assert f"(0.05: N+ details, arXiv 2403.17031). (type: float, default: {coefficient})" in told
 
 

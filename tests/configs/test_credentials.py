@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hybrid_rlhf.configs.credentials import found_credential, redacted
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.runtime.urls import expanded_url
+from tests.support.errors import refused
 
 CARRIERS = [
     ("http://me:pass@host/score", "a user or a password", "http://***@host/score"),
@@ -55,15 +55,11 @@ def test_a_variable_that_is_not_set_or_breaks_the_url_is_named_without_its_value
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TOKEN", raising=False)
-    with pytest.raises(UserError) as refused:
-        expanded_url("http://host/?token=${TOKEN}", key="reward.components")
-    assert str(refused.value) == (
+    assert refused(expanded_url, "http://host/?token=${TOKEN}", key="reward.components") == (
         "reward.components: ${NAME} in a URL is a set variable, TOKEN is not set: export TOKEN=..."
     )
     monkeypatch.setenv("TOKEN", "s3cret\n")
-    with pytest.raises(UserError) as refused:
-        expanded_url("http://host/?token=${TOKEN}", key="reward.components")
-    assert str(refused.value) == (
+    assert refused(expanded_url, "http://host/?token=${TOKEN}", key="reward.components") == (
         "reward.components: a URL is http://HOST:PORT/PATH or https, http://host/ is none with the value of "
         "TOKEN: look for "
         "a space or line break in it"

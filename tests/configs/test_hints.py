@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import build_config
 from hybrid_rlhf.configs.parsing.schema import Layer, resolve
 from hybrid_rlhf.configs.parsing.trl_names import _KEYS
@@ -14,12 +13,7 @@ from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import nearest
 from hybrid_rlhf.configs.sft import SFTConfig
-
-
-def hint(config_type: type, content: dict[str, object]) -> str:
-    with pytest.raises(UserError) as caught:
-        build_config(config_type, [Layer(content)])
-    return str(caught.value)
+from tests.support.errors import refused
 
 
 def test_every_answer_for_a_name_of_trl_is_a_key() -> None:
@@ -53,7 +47,7 @@ def test_every_answer_for_a_name_of_trl_is_a_key() -> None:
     ],
 )
 def test_unknown_keys(config_type: type, content: dict[str, object], error: str) -> None:
-    assert error in hint(config_type, content)
+    assert error in refused(build_config, config_type, [Layer(content)])
 
 
 def test_only_a_similar_name_is_near() -> None:

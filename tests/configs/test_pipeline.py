@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,11 +16,13 @@ from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.command_line import parse_config, read_config, save_config
-from tests.support.commands import refusal
+from tests.support.commands import CommandLine
+from tests.support.messages import assistant, user
+from tests.support.steps import write_lines
 
 
-def steps_of(line: Sequence[str]) -> dict[str, Any]:
-    config = parse_config(PipelineConfig, line)
+def steps_of(line: str = "") -> dict[str, Any]:
+    config = parse_config(PipelineConfig, line.split())
     return {name: train.step_config(name, config) for name in STEP_NAMES}
 
 
@@ -40,183 +42,175 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, A
     return settings
 
 
-def leave_rows(file: Path, count: int = 1000) -> str:
-    file.write_text("".join(f'{{"prompt": "{number}", "chosen": "a", "rejected": "b"}}\n' for number in range(count)))
-    return str(file)
+@pytest.fixture
+def refused(cli: CommandLine) -> Callable[[str], str]:
+    """The error of a line of train."""
+    return lambda line: cli.refused(f"train {line}").removeprefix("error: ").rstrip("\n")
 
 
-def leave_model(folder: Path) -> str:
+Refused = Callable[[str], str]
+DATA = "--data.sources rows.jsonl"
+BASE = f"--base_model BASE {DATA}"
+
+
+def leave_rows(file: Path, count: int = 1000) -> None:
+    write_lines(file, ({"prompt": str(number), "chosen": "a", "rejected": "b"} for number in range(count)))
+
+
+def leave_model(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    return str(folder)
 
 
 def test_a_folder_that_is_named_counts_though_it_is_a_steps_default() -> None:
-    steps = steps_of(["--output_dir", "run2", "--sft.output_dir", "output/step1_sft", "--base_model", "BASE"])
+    steps = steps_of("--output_dir run2 --sft.output_dir output/step1_sft --base_model BASE")
     assert steps["sft"].output_dir == steps["reward"].model.path == steps["rl"].model.path == "output/step1_sft"
     assert steps["rl"].reward.components == [steps["reward"].output_dir] == ["run2/step2_reward"]
-    assert {name: step.output_dir for name, step in steps_of([]).items()} == {
+    assert {name: step.output_dir for name, step in steps_of().items()} == {
         name: f"output/{folder}" for name, folder in FOLDERS.items()
     }
-    assert steps_of(["--sft.output_dir", "{output_dir}/other"])["sft"].output_dir == "output/other"
+    assert steps_of("--sft.output_dir {output_dir}/other")["sft"].output_dir == "output/other"
     assert SFTConfig().output_dir == "output/step1_sft", "of the step's own main"
 
 
-def test_help_shows_where_a_steps_folder_lies(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        train.main(["--help"])
-    assert "default: {output_dir}/step1_sft)" in " ".join(capsys.readouterr().out.split())
+def test_help_shows_where_a_steps_folder_lies(cli: CommandLine) -> None:
+    assert "default: {output_dir}/step1_sft)" in " ".join(cli("train --help").out.split())
 
 
 def test_without_an_sft_model_every_step_starts_from_the_base(
-    started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    started: list[dict[str, Any]], cli: CommandLine, tmp_path: Path
 ) -> None:
-    line = ["--base_model", "BASE", "--data.sources", "rows.jsonl"]
-    train.main([*line, "--steps", "reward,rl"])
-    assert [step["model.path"] for step in started] == ["BASE", "BASE"]
-    train.main([*line, "--steps", "preference"])
-    assert started[-1]["model.path"] == "BASE"
-    sft = Path(leave_model(tmp_path / "output" / "step1_sft")).relative_to(tmp_path)
-    train.main([*line, "--steps", "reward,rl"])
-    assert [step["model.path"] for step in started[-2:]] == [str(sft)] * 2
-    train.main([*line, "--steps", "reward,rl", "--rl.model.path", "MINE"])
-    assert started[-1]["model.path"] == "MINE"
-    capsys.readouterr()
+    cli(f"train {BASE} --steps reward,rl")
+    cli(f"train {BASE} --steps preference")
+    leave_model(tmp_path / "output" / "step1_sft")
+    cli(f"train {BASE} --steps reward,rl")
+    cli(f"train {BASE} --steps reward,rl --rl.model.path MINE")
+    starts = [step["model.path"] for step in started]
+    assert starts == ["BASE"] * 3 + ["output/step1_sft"] * 3 + ["MINE"]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (
-            ["--base_model", "BASE", "--steps", "rl"],
+            "--base_model BASE --steps rl",
             "step rl needs a reward model, output/step2_reward holds none: add reward to --steps, or give "
             "--rl.reward.components",
         ),
         (
-            ["--steps", "sft,rl", "--rl.model.path", "MINE", "--rl.reward.components", "RM"],
+            "--steps sft,rl --rl.model.path MINE --rl.reward.components RM",
             "step sft starts from a model, got none: give --base_model, or --sft.model.path",
         ),
         (
-            ["--base_model", "BASE", "--sft.seed", "1"],
+            "--base_model BASE --sft.seed 1",
             "steps that share data.split need one seed, got {'sft': 1, 'reward': 42, 'preference': 42, 'rl': 42}: give "
             "--seed",
         ),
     ],
 )
 def test_steps_that_do_not_fit_together_are_refused_before_the_first(
-    line: list[str], message: str, started: list[Any], capsys: pytest.CaptureFixture[str]
+    line: str, message: str, started: list[Any], refused: Refused
 ) -> None:
-    assert refused([*line, "--data.sources", "rows.jsonl"], capsys) == message and not started
-
-
-def refused(line: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The error of a line that train.main refuses."""
-    return refusal(train.main, line, capsys).removeprefix("error: ").rstrip("\n")
-
-
-BASE = ["--base_model", "BASE"]
+    assert refused(f"{line} {DATA}") == message and not started
 
 
 def test_data_that_a_later_step_lacks_is_refused_before_the_first_step(
-    started: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    started: list[Any], refused: Refused, cli: CommandLine, tmp_path: Path
 ) -> None:
-    line = [*BASE, "--data.sources", "rows.jsonl"]
-    assert "step rl: a data source must be a file, a folder or a hub name, nosuch.jsonl does not exist" in refused(
-        [*line, "--rl.data.sources", "nosuch.jsonl"], capsys
-    )
-    assert "step reward: a data source must be" in refused([*line, "--reward.data.eval_sources", "no.json"], capsys)
     (tmp_path / "bad.jsonl").write_text("{\n")
-    assert "step rl: bad.jsonl:1: a line must be JSON" in refused([*line, "--rl.data.sources", "bad.jsonl"], capsys)
     (tmp_path / "bad.parquet").write_text("no")
-    error = refused([*line, "--rl.data.sources", "bad.parquet"], capsys)
-    assert error.startswith("step rl: bad.parquet is not valid Parquet"), error
-    assert refused(BASE, capsys).startswith("step sft: data.sources must have at least one file")
-    assert "step rl: a data source must be" in refused(
-        [*line, "--rl.ptx.coef", "1", "--rl.ptx.sources", "no.jsonl"], capsys
-    )
+    for line, rule in (
+        (
+            f"{BASE} --rl.data.sources nosuch.jsonl",
+            "step rl: a data source must be a file, a folder or a hub name, nosuch.jsonl does not exist",
+        ),
+        (f"{BASE} --reward.data.eval_sources no.json", "step reward: a data source must be"),
+        (f"{BASE} --rl.data.sources bad.jsonl", "step rl: bad.jsonl:1: a line must be JSON"),
+        (f"{BASE} --rl.data.sources bad.parquet", "step rl: bad.parquet is not valid Parquet"),
+        ("--base_model BASE", "step sft: data.sources must have at least one file"),
+        (f"{BASE} --rl.ptx.coef 1 --rl.ptx.sources no.jsonl", "step rl: a data source must be"),
+    ):
+        error = refused(line)
+        assert error.startswith(rule), error
     assert not started
-    train.main([*line, "--reward.data.sources", "owner/data"])  # a hub name
+    cli(f"train {BASE} --reward.data.sources owner/data")  # a hub name
     assert len(started) == 3
 
 
 def test_too_few_prompts_are_refused_before_the_first_step(
-    started: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    started: list[Any], refused: Refused, cli: CommandLine, tmp_path: Path
 ) -> None:
     leave_rows(tmp_path / "few.jsonl", 7)
-    line = [*BASE, "--data.sources", "rows.jsonl", "--rl.data.sources", "few.jsonl", "--rl.data.eval_fraction", "0"]
-    line += ["--rl.data.split", "[0, 0, 1]"]
-    error = refused(line, capsys)
-    assert error.startswith("step rl: a step takes 256 prompts, the training data has 7: "), error
+    line = f"{BASE} --rl.data.sources few.jsonl --rl.data.eval_fraction 0 --rl.data.split '[0, 0, 1]'"
+    assert refused(line).startswith("step rl: a step takes 256 prompts, the training data has 7: ")
     assert not started
-    train.main([*line, "--rl.rollout.prompts_per_step", "7"])
+    cli(f"train {line} --rl.rollout.prompts_per_step 7")
     assert len(started) == 3
 
 
 def test_steps_that_lack_rows_are_refused_together(
-    started: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    started: list[Any], refused: Refused, cli: CommandLine, tmp_path: Path
 ) -> None:
     """100 pairs failed in stages: RL's prompts first, with fewer of them SFT, after its process had started."""
     leave_rows(tmp_path / "few.jsonl", 100)
-    line = [*BASE, "--data.sources", "few.jsonl"]
-    assert refused(line, capsys) == "; ".join(
-        [
-            "step sft: the training data must have at least one batch of 32 rows, got 19: add rows or reduce "
-            "train.global_batch_size to 19 or less",
-            "step rl: a step takes 256 prompts, the training data has 38: add rows or set rollout.prompts_per_step to "
-            "38 or less",
-        ]
+    line = "--base_model BASE --data.sources few.jsonl"
+    assert refused(line) == (
+        "step sft: the training data must have at least one batch of 32 rows, got 19: add rows or reduce "
+        "train.global_batch_size to 19 or less; "
+        "step rl: a step takes 256 prompts, the training data has 38: add rows or set rollout.prompts_per_step to "
+        "38 or less"
     )
     assert not started
-    turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 2
-    (tmp_path / "turns.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
-    train.main([*line, "--sft.data.sources", "turns.jsonl", "--rl.rollout.prompts_per_step", "38"])
+    write_lines(tmp_path / "turns.jsonl", [{"messages": [user("x"), assistant("x")] * 2}] * 20)
+    cli(f"train {line} --sft.data.sources turns.jsonl --rl.rollout.prompts_per_step 38")
     assert len(started) == 3, "a template may make several rows of a conversation"
 
 
 @pytest.mark.slow
 def test_code_that_does_not_load_is_refused_before_the_first_step(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    started: list[Any], refused: Refused, tmp_path: Path
 ) -> None:
     """With the process that loads it; no step starts."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "run_step", lambda *_: pytest.fail("a step started"))
-    leave_rows(tmp_path / "rows.jsonl")
-    line = [*BASE, "--data.sources", "rows.jsonl"]
-    error = refused([*line, "--rl.reward.components", "[{function: nofile.py:f}]"], capsys)
-    assert error.startswith("step rl: reward.components: function nofile.py:f cannot be imported"), error
     (tmp_path / "rules.py").write_text("def correct(prompts, completions, answer, **columns): ...\n")
-    error = refused([*line, "--rl.reward.components", "[{function: rules.py:correct}]"], capsys)
-    assert error == (
-        "step rl: reward function correct needs the column answer, the data has prompt, chosen, rejected: rename or "
-        "add it, or give the argument a default"
-    )
     (tmp_path / "game.py").write_text("class Game:\n    def reset(self, row): ...\n")
-    error = refused([*line, "--rl.environment.path", "game.py:Game"], capsys)
-    assert error.startswith("step rl: an environment must have reset(row) and step(completion)"), error
+    for line, rule in (
+        (
+            "--rl.reward.components '[{function: nofile.py:f}]'",
+            "step rl: reward.components: function nofile.py:f cannot be imported",
+        ),
+        (
+            "--rl.reward.components '[{function: rules.py:correct}]'",
+            "step rl: reward function correct needs the column answer, the data has prompt, chosen, rejected: rename "
+            "or add it, or give the argument a default",
+        ),
+        ("--rl.environment.path game.py:Game", "step rl: an environment must have reset(row) and step(completion)"),
+    ):
+        error = refused(f"{BASE} {line}")
+        assert error.startswith(rule), error
+    assert not started
 
 
 def test_a_finished_step_is_not_checked_and_another_run_in_a_later_folder_is(
-    started: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    started: list[Any], refused: Refused, cli: CommandLine, tmp_path: Path
 ) -> None:
-    line = [*BASE, "--data.sources", "rows.jsonl", "--sft.data.sources", "gone.jsonl", "--steps", "sft,reward"]
+    line = f"{BASE} --sft.data.sources gone.jsonl --steps sft,reward"
     steps = steps_of(line)
     for name in ("sft", "reward"):
         folder = tmp_path / steps[name].output_dir
         folder.mkdir(parents=True)
         save_config(steps[name], folder / "config.yaml")
-    assert "step sft: a data source must be" in refused(line, capsys)
+    assert "step sft: a data source must be" in refused(line)
     (tmp_path / steps["sft"].output_dir / "finished.json").write_text("{}")
-    assert "with other settings (data.max_length)" in refused([*line, "--reward.data.max_length", "7"], capsys)
+    assert "with other settings (data.max_length)" in refused(f"{line} --reward.data.max_length 7")
     assert not started
-    train.main(line)
+    cli(f"train {line}")
     assert len(started) == 1
 
 
-def test_the_demos_settings_are_for_the_demos_model(started: list[dict[str, Any]]) -> None:
-    data = ["--data.sources", "rows.jsonl"]
-    train.main([*data, "--steps", "rl", "--rl.model.path", "MINE", "--rl.reward.components", "RM"])
-    train.main([*data, "--steps", "sft,reward", "--sft.model.path", "MINE"])
-    train.main([*data, "--steps", "sft", "--output_dir", "demo"])
+def test_the_demos_settings_are_for_the_demos_model(started: list[dict[str, Any]], cli: CommandLine) -> None:
+    cli(f"train {DATA} --steps rl --rl.model.path MINE --rl.reward.components RM")
+    cli(f"train {DATA} --steps sft,reward --sft.model.path MINE")
+    cli(f"train {DATA} --steps sft --output_dir demo")
     ranks = [step.get("actor.lora.rank", step.get("lora.rank")) for step in started]
     assert ranks == [None, None, None, 16]
     starts = [step["model.path"] for step in started]
@@ -234,47 +228,47 @@ def test_the_demos_settings_are_for_the_demos_model(started: list[dict[str, Any]
     ],
 )
 def test_a_run_resumes_from_what_the_line_names(
-    named: str, expected: str, started: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    named: str, expected: str, started: list[dict[str, Any]], tmp_path: Path, cli: CommandLine
 ) -> None:
     """A warm start begins a run once: the same command resumes it."""
     run = tmp_path / "run"
-    line = ["--base_model", "BASE", "--data.sources", "rows.jsonl", "--steps", "sft", "--sft.output_dir", str(run)]
+    line = f"{BASE} --steps sft --sft.output_dir {run}"
     run.mkdir()
     resume = named.replace("RUN", str(run))
     begun = "begun" if named == "begun" else resume if named.startswith("RUN") else "never"
     save_config(replace(steps_of(line)["sft"], resume=begun), run / "config.yaml")
-    train.main([*line, "--sft.resume", resume])
+    out = cli(f"train {line} --sft.resume {resume}").out
     assert [step["resume"] for step in started] == [expected.replace("RUN", str(run))]
-    assert ("resuming the unfinished run" in capsys.readouterr().out) == (expected == "auto")
+    assert ("resuming the unfinished run" in out) == (expected == "auto")
 
 
-def test_where_things_lie_may_change_between_starts(started: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_where_things_lie_may_change_between_starts(
+    started: list[dict[str, Any]], tmp_path: Path, cli: CommandLine
+) -> None:
     run = tmp_path / "run"
-    line = ["--base_model", "BASE", "--data.sources", "rows.jsonl", "--steps", "sft", "--sft.output_dir", str(run)]
+    line = f"{BASE} --steps sft --sft.output_dir"
     run.mkdir()
-    save_config(steps_of(line)["sft"], run / "config.yaml")
-    train.main([*line, "--sft.data.cache_dir", "elsewhere"])
-    relative = ["run" if word == str(run) else word for word in line]
-    train.main(relative)
+    save_config(steps_of(f"{line} {run}")["sft"], run / "config.yaml")
+    cli(f"train {line} {run} --sft.data.cache_dir elsewhere")
+    cli(f"train {line} run")
     assert [step["resume"] for step in started] == ["auto"] * 2 and started[0]["data.cache_dir"] == "elsewhere"
 
 
 @pytest.mark.parametrize(
-    ("actor", "base"), [([], "BASE"), (["--rl.model.path", "MINE"], None)], ids=["from SFT", "from its own"]
+    ("actor", "base"), [("", "BASE"), ("--rl.model.path MINE", None)], ids=["from SFT", "from its own"]
 )
 def test_the_report_compares_with_where_the_last_step_started(
-    actor: list[str], base: str | None, monkeypatch: pytest.MonkeyPatch
+    actor: str, base: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: dict[str, Any] = {}
-    compare = type(sys)("hybrid_rlhf.cli.saved_models.comparison")
-    monkeypatch.setattr(compare, "report", lambda **known: told.update(known), raising=False)
+    compare = Mock()
     monkeypatch.setitem(sys.modules, "hybrid_rlhf.cli.saved_models.comparison", compare)
-    train.show_changes(steps_of(["--base_model", "BASE", *actor]), last="rl")
+    train.show_changes(steps_of(f"--base_model BASE {actor}"), last="rl")
+    told = compare.report.call_args.kwargs
     assert told["base_model"] == base and told["last"].output_dir == "output/step3_ppo"
 
 
 def test_the_settings_that_train_hands_to_a_step_are_read_by_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: CommandLine
 ) -> None:
     """The demo's too, whose critic GRPO has none of; another base model has none of the demo's rates."""
     handed: list[Any] = []
@@ -283,26 +277,11 @@ def test_the_settings_that_train_hands_to_a_step_are_read_by_it(
         handed.append(parse_config(RLConfig, command[command.index("--config") :]))
         return train.CommandEnd(0, [])
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "tee", tee)
-    monkeypatch.setattr(train, "show_changes", lambda steps, *, last: None)
-    leave_rows(tmp_path / "rows.jsonl")
     leave_model(tmp_path / "output" / "step2_reward")
-    demo = ["--data.sources", "rows.jsonl", "--steps", "rl", "--rl.algorithm", "grpo"]
-    train.main(demo)
-    train.main(
-        [
-            *demo,
-            "--output_dir",
-            "other",
-            "--base_model",
-            "BASE",
-            "--rl.actor.lora.rank",
-            "4",
-            "--rl.reward.components",
-            "RM",
-        ]
-    )
+    demo = f"train {DATA} --steps rl --rl.algorithm grpo"
+    cli(demo)
+    cli(f"{demo} --output_dir other --base_model BASE --rl.actor.lora.rank 4 --rl.reward.components RM")
     first, second = handed
     assert (first.algorithm.name, first.actor.optimizer.lr, first.rollout.prompts_per_step) == ("grpo", 4e-4, 48)
     assert (second.actor.optimizer.lr, second.algorithm.mini_batches, second.rollout.prompts_per_step) == (None, 4, 64)

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.commands.data import FormatName, RankedAs
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.preparation.conversion.converting import CONVERSIONS, ConversionReport, checked, convert
 from hybrid_rlhf.data.preparation.conversion.dialogues import dialogue_pair
 from hybrid_rlhf.data.preparation.conversion.tool_calls import with_tool_calls
@@ -21,6 +20,7 @@ from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.sources import open_source
+from tests.support.errors import user_error
 from tests.support.messages import assistant, user
 
 Write = Callable[..., Path]
@@ -54,7 +54,7 @@ def test_continuations_of_a_dialogue_become_pairs(write_jsonl: Write) -> None:
 
 @pytest.mark.parametrize("prompt", ["\n\nHuman: Sweet?", "Sweet?\n\nAssistant:", "Sweet?"])
 def test_a_prompt_that_the_assistant_does_not_answer_is_no_dialogue(write_jsonl: Write, prompt: str) -> None:
-    with pytest.raises(UserError, match="one of the formats hh, sharegpt.*got columns chosen, prompt, rejected"):
+    with user_error("one of the formats hh, sharegpt.*got columns chosen, prompt, rejected"):
         converted(write_jsonl([{"prompt": prompt, "chosen": "No.", "rejected": "Yes."}]))
 
 
@@ -340,7 +340,7 @@ def test_each_bad_row_is_a_problem_with_its_line(write_jsonl: Write) -> None:
 def test_the_output_stays_when_all_rows_are_bad(write_jsonl: Write, tmp_path: Path) -> None:
     file, output = write_jsonl([{"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: a"}]), tmp_path / "old.jsonl"
     output.write_text("mine\n")
-    with pytest.raises(UserError, match="must have a row"):
+    with user_error("must have a row"):
         convert(str(file), output, format="hh", ranked_as="ranks", skip_bad=True)
     assert output.read_text() == "mine\n"
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.rows.embedded import SYSTEM_PROMPT, write_demo_data
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_sft_row
+from tests.support.errors import user_error
 
 
 @pytest.fixture
@@ -55,5 +55,5 @@ def test_a_rejected_answer_belongs_to_another_question(rows: list[dict[str, Any]
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for spec in (None, SimpleNamespace(submodule_search_locations=None)):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)
-        with pytest.raises(UserError, match="chatterbot-corpus, which is not installed: run `make demo`"):
+        with user_error("chatterbot-corpus, which is not installed: run `make demo`"):
             write_demo_data(tmp_path, seed=0)

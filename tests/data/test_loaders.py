@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.loaders import BatchLoader, GlobalBatchSampler, shard_batch
 from hybrid_rlhf.data.row_views import RowSubset
+from tests.support.errors import refused
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -168,7 +168,6 @@ def test_the_order_depends_on_the_seed_and_is_endless_by_default() -> None:
 
 
 def test_too_few_rows_are_rejected_only_with_drop_last() -> None:
-    with pytest.raises(UserError) as caught:
-        GlobalBatchSampler(5, global_batch_size=8, seed=0)
-    assert "8 rows, got 5: add rows or reduce train.global_batch_size to 5" in str(caught.value)
+    error = refused(GlobalBatchSampler, 5, global_batch_size=8, seed=0)
+    assert "8 rows, got 5: add rows or reduce train.global_batch_size to 5" in error
     assert GlobalBatchSampler(5, global_batch_size=8, seed=0, drop_last=False).steps_per_epoch == 1

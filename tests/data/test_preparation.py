@@ -18,6 +18,7 @@ from hybrid_rlhf.data.preparation.checking import check_source, histogram
 from hybrid_rlhf.data.preparation.splitting import prompt_key, split_rows
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.sources import open_source
+from tests.support.errors import user_error
 from tests.support.messages import assistant, user
 
 Write = Callable[..., Path]
@@ -149,13 +150,13 @@ def test_rows_are_split_by_a_column(write_jsonl: Write) -> None:
     rows = [{"text": f"t{i}", "topic": i % 20} for i in range(100)]
     parts = split(write_jsonl(rows), by="topic")
     assert not {row["topic"] for row in parts["a"]} & {row["topic"] for row in parts["b"]}
-    with pytest.raises(UserError, match=r"rows.jsonl:1: a row must have colour \(--by\), got columns text, topic"):
+    with user_error(r"rows.jsonl:1: a row must have colour \(--by\), got columns text, topic"):
         split(write_jsonl(rows), by="colour")
 
 
 def test_an_empty_part_is_refused_and_nothing_is_written(write_jsonl: Write, tmp_path: Path) -> None:
     file = write_jsonl([{"prompt": "q"}])
-    with pytest.raises(UserError, match="each part must get a row"):
+    with user_error("each part must get a row"):
         split(file)
     assert list(tmp_path.iterdir()) == [file]
 
@@ -198,9 +199,9 @@ def test_a_blend_has_the_shares_and_no_row_twice(write_jsonl: Write, tmp_path: P
 
 def test_a_blend_repeats_no_row(write_jsonl: Write, tmp_path: Path) -> None:
     shares = [(str(write_jsonl([{"text": name}] * 4, f"{name}.jsonl")), 1.0) for name in "ab"]
-    with pytest.raises(UserError, match=r"has 4 of 5: give --rows 8 or lower its share"):
+    with user_error(r"has 4 of 5: give --rows 8 or lower its share"):
         blended(tmp_path, shares, rows=10)
-    with pytest.raises(UserError, match="gives none of 1"):
+    with user_error("gives none of 1"):
         blended(tmp_path, shares, rows=1)
     assert not (tmp_path / "blend.jsonl").exists()
 

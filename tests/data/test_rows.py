@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_ptx_row, read_sft_row
 from hybrid_rlhf.data.rows.sources import open_source
+from tests.support.errors import user_error
 from tests.support.messages import assistant, user
 
 USER, ANSWER, OTHER = user("q"), assistant("a"), assistant("b")
@@ -135,7 +135,7 @@ def test_an_invalid_row_is_named_by_file_line_and_column(
     """The invalid row is in line 3, after a valid one and a blank line."""
     file = tmp_path / "rows.jsonl"
     file.write_text(f"{json.dumps(GOOD)}\n\n{json.dumps(row)}\n")
-    with pytest.raises(UserError, match=rule) as caught:
+    with user_error(rule) as caught:
         [adapter(location, row) for location, row in open_source(str(file))]
     line = str(caught.value)
     assert line.startswith(f"{file}:3: ") and "\n" not in line

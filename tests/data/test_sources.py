@@ -12,9 +12,9 @@ import datasets
 import pyarrow
 import pytest
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.data.rows.sources import open_source, peek
+from tests.support.errors import user_error
 
 ROWS = [{"prompt": "q", "completion": "a", "margin": 1}, {"prompt": "r", "completion": "b"}]
 
@@ -74,10 +74,10 @@ def test_fingerprints_follow_the_content(tmp_path: Path) -> None:
 
 def test_unknown_folders_and_splits_are_rejected(tmp_path: Path) -> None:
     write_sources(tmp_path)
-    with pytest.raises(UserError, match=r"split_name .* got 'test': set it to one of \['both', 'train'\]"):
+    with user_error(r"split_name .* got 'test': set it to one of \['both', 'train'\]"):
         open_source(DataSource(path=str(tmp_path / "dict"), split_name="test"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="must have .* files or be written by save_to_disk, .*empty is not"):
+    with user_error("must have .* files or be written by save_to_disk, .*empty is not"):
         open_source(str(tmp_path / "empty"))
 
 
@@ -88,9 +88,8 @@ def test_a_table_without_rows_is_rejected(kind: str, tmp_path: Path) -> None:
         empty.to_parquet(source)
     else:
         empty.save_to_disk(source)
-    with pytest.raises(UserError) as caught:
+    with user_error(f"must have rows, {source} is empty"):
         next(iter(open_source(str(source))))
-    assert f"must have rows, {source} is empty" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_an_unreadable_file_is_named_with_its_line(
     if message is None:
         assert len(list(open_source(str(tmp_path / name)))) == 1
         return
-    with pytest.raises(UserError, match=re.escape(message)) as caught:
+    with user_error(re.escape(message)) as caught:
         list(open_source(str(tmp_path / name)))
     assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
 
@@ -134,13 +133,13 @@ def test_files_of_several_splits_or_of_none_are_refused(tmp_path: Path) -> None:
     """A folder of train.jsonl and test.jsonl would train on its test rows."""
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}')
-    with pytest.raises(UserError, match=r"files of the splits test, train: give the files of one"):
+    with user_error(r"files of the splits test, train: give the files of one"):
         open_source(str(tmp_path))
     assert open_source(str(tmp_path / "*train*")).count() == 1
-    with pytest.raises(UserError, match="matches no file: check the pattern"):
+    with user_error("matches no file: check the pattern"):
         open_source(str(tmp_path / "*.csv"))
     (tmp_path / "x.txt").write_text("a")
-    with pytest.raises(UserError, match=r"a data file must be .*, got .*x\.txt"):
+    with user_error(r"a data file must be .*, got .*x\.txt"):
         open_source(str(tmp_path / "*"))
 
 
@@ -150,5 +149,5 @@ def test_a_mapped_column_must_exist_and_changes_the_fingerprint(tmp_path: Path) 
     swapped = open_source(read(columns={"b": "a", "a": "b"}))
     assert [row for _, row in swapped] == [{"b": "q", "a": "x"}, {"b": "r"}]
     assert swapped.fingerprint != open_source(read()).fingerprint
-    with pytest.raises(UserError, match=r"r\.jsonl: a source's columns .* no row has c, the last has a: correct"):
+    with user_error(r"r\.jsonl: a source's columns .* no row has c, the last has a: correct"):
         list(open_source(read(columns={"prompt": "a", "text": "c"})))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.collation import collate_reward_labels
 from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
+from tests.support.errors import user_error
 from tests.support.tiny import CHATML, tiny_tokenizer
 
 ROW: dict[str, Any] = {"prompt": "2+2*2?", "completions": ["2*2 = 4.", "Zwölf ✓ ", "= 6"], "labels": [True, 0, 0.75]}
@@ -127,7 +126,5 @@ def test_hidden_step_ends_are_rejected(make: Any, row: dict[str, Any], expected:
     if "spans" in expected:  # a tokenizer that knows "2*|2 =" as one
         separator = "|"
         tokenizer.add_tokens(["2*|2"])
-    with pytest.raises(UserError) as refused:
+    with user_error(f"^rows.jsonl:1: {expected}"):
         encode(tokenizer, row, separator=separator)
-    line = str(refused.value)
-    assert re.match(f"rows.jsonl:1: {expected}", line) and "\n" not in line, line

@@ -9,7 +9,6 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import (
     EncodedSequence,
     encode_completion,
@@ -22,6 +21,7 @@ from hybrid_rlhf.data.chat.conversation import (
 )
 from hybrid_rlhf.data.chat.messages import Message, read_message, row_tools
 from hybrid_rlhf.data.chat.template import refused, unrendered
+from tests.support.errors import user_error
 from tests.support.messages import assistant, user
 from tests.support.templates import FAMILIES, Family, tokenizer_of
 from tests.support.tiny import CHATML, tiny_tokenizer
@@ -132,23 +132,23 @@ def test_a_call_may_come_in_several_forms() -> None:
         {"name": "look", "arguments": "sky"},
         {"name": "look", "arguments": []},
     ):
-        with pytest.raises(UserError, match="tool call"):
+        with user_error("tool call"):
             read_message("row", {"role": "assistant", "tool_calls": [wrong]})
 
 
 def test_tools_are_a_list_or_its_json() -> None:
     assert row_tools("row", {"tools": [LOOK]}) == row_tools("row", {"tools": json.dumps([LOOK])}) == [LOOK]
     assert row_tools("row", {}) is row_tools("row", {"tools": None}) is row_tools("row", {"tools": "[]"}) is None
-    with pytest.raises(UserError, match="tools must be a list"):
+    with user_error("tools must be a list"):
         row_tools("row", {"tools": "look"})
-    with pytest.raises(UserError, match="JSON schemas"):
+    with user_error("JSON schemas"):
         row_tools("row", {"tools": ["look"]})
 
 
 def test_text_in_parts_is_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "sk"}]
     assert read_message("row", {"role": "user", "content": parts})["content"] == "ask"
-    with pytest.raises(UserError, match="must be text or a list of"):
+    with user_error("must be text or a list of"):
         read_message("row", {"role": "user", "content": [{"type": "image", "image": "x.png"}]})
 
 

@@ -15,12 +15,12 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import hybrid_rlhf.data.tokenized as tokenized
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.data import DataSource, RowDataConfig
 from hybrid_rlhf.data import encoding
 from hybrid_rlhf.data.collation import collate_preference_labels
 from hybrid_rlhf.data.mismatched import with_mismatched_completions
 from hybrid_rlhf.runtime.world import solo_world
+from tests.support.errors import user_error
 from tests.support.messages import assistant, user
 from tests.support.tiny import CHATML, tiny_tokenizer
 
@@ -96,7 +96,7 @@ def test_weights_are_passes_over_a_source(load: Load, write_jsonl: Any) -> None:
     assert len(data.train) == 25 + 2
     for weight, limit in ((0.01, 100), (0.5, 2)):
         rare = DataSource(path=other, weight=weight)
-        with pytest.raises(UserError, match="training row, got none: .* of 10 .* raise the limit or a source's weight"):
+        with user_error("training row, got none: .* of 10 .* raise the limit or a source's weight"):
             load("sft", sources=[rare], max_length=limit, too_long="drop")
 
 
@@ -134,7 +134,7 @@ def test_many_dropped_rows_are_a_warning_with_the_limit_that_keeps_them(
     )
     assert len(loading(max_length=longest - 1).train) == 17
     assert len(loading(max_length=longest).train) == 20
-    with pytest.raises(UserError, match=rf"20 of 20 rows were dropped .*{key} {longest} keeps all\)"):
+    with user_error(rf"20 of 20 rows were dropped .*{key} {longest} keeps all\)"):
         loading(max_length=5)
     lines = len(log_lines)
     rows[:3] = [rows[-1]] * 3
@@ -149,7 +149,7 @@ def test_many_dropped_rows_are_a_warning_with_the_limit_that_keeps_them(
 
 def test_preferences_lose_the_beginning_of_their_prompt_first(load: Load, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}]
-    with pytest.raises(UserError, match="got none: 1 of 1 rows were dropped at 60 tokens"):
+    with user_error("got none: 1 of 1 rows were dropped at 60 tokens"):
         load("preference", rows, max_length=60)
     data = load("preference", rows, max_length=60, too_long="truncate")
     (responses,) = data.train["responses"]
@@ -168,7 +168,7 @@ def test_preferences_lose_the_beginning_of_their_prompt_first(load: Load, tokeni
         }
     ]
     tokenizer.chat_template = CHATML.replace("message['content']", "message['content'] | trim")
-    with pytest.raises(UserError, match="training row, got none"):  # the template makes them equal
+    with user_error("training row, got none"):  # the template makes them equal
         load("preference", rows, max_length=60, too_long="truncate")
 
 
@@ -205,13 +205,13 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
 
 
 def test_user_errors_are_one_line(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rows\.jsonl:2: a row must have"):
+    with user_error(r"rows\.jsonl:2: a row must have"):
         load("sft", [ROWS[0], {"x": 1}])
     assert not list((tmp_path / "cache").rglob("*.arrow")), "nothing is left of it"
-    with pytest.raises(UserError, match="data.sources must have .* got none"):
+    with user_error("data.sources must have .* got none"):
         load("sft", sources=[])
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: the chat template .* error"):
+    with user_error(r"rows\.jsonl:1: the chat template .* error"):
         load("sft")
 
 
@@ -311,7 +311,7 @@ def test_weights_and_unrendered_keys_reach_training(load: Load) -> None:
     (pairs,) = load("preference", [pair]).train
     assert TOKENIZER.decode(own_tokens(pairs, 0)) == "two<|im_end|>"
     pair["chosen"][-1]["refusal"] = "hm"
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: column 'chosen': .* does not render the key 'refusal'"):
+    with user_error(r"rows\.jsonl:1: column 'chosen': .* does not render the key 'refusal'"):
         load("preference", [pair])
 
 

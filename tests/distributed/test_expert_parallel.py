@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hybrid_rlhf.cli.sft import main as sft
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.placement import read_placement
@@ -36,15 +34,16 @@ from hybrid_rlhf.planning.shapes import shaped_model
 from hybrid_rlhf.rl.roles.placing import _require_all_ranks
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from hybrid_rlhf.runtime.world import World
+from tests.support.commands import CommandLine
 from tests.support.engines import PROMPTS, actor_spec
+from tests.support.errors import refused, user_error
 from tests.support.families import EXPERT_VARIANTS, variant
 from tests.support.faults import Point, run_step
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_main, run_ranks
 from tests.support.steps import MODULES, run_outputs, step_line
-from tests.support.tiny import tiny_tokenizer
+from tests.support.tiny import save_tiny, tiny_tokenizer
 
-FAMILIES = ("qwen3_moe", "mixtral")
 UPDATES = 3
 BACKENDS: tuple[Literal["auto", "module"], ...] = ("auto", "module")
 Case = dict[str, Any]
@@ -100,12 +99,10 @@ def planned(path: Path, experts: int) -> int:
     return shapes.local.all
 
 
-@pytest.fixture(scope="module", params=[FAMILIES[0], *map(faults, FAMILIES[1:])])
+@pytest.fixture(scope="module", params=["qwen3_moe", faults("mixtral")])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random mixture of experts."""
-    folder = tmp_path_factory.mktemp(request.param)
-    variant(request.param).save_pretrained(folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp(request.param), variant(request.param))
 
 
 SHARDED: list[Case] = [{"stage": stage, "experts": 2} for stage in range(4)]
@@ -259,7 +256,7 @@ def test_every_family_with_stacked_experts_can_split_them(tmp_path: Path) -> Non
     for errors in run_ranks(split_all, 2, tmp_path, stacked):
         for name, (output, grad) in errors.items():
             assert output < 1e-5 and grad < 1e-5, name
-    with pytest.raises(UserError, match="experts transformers stacks in one weight, Llama4ForCausalLM has none"):
+    with user_error("experts transformers stacks in one weight, Llama4ForCausalLM has none"):
         require_expert_parallelism(variant("llama4"), 2, ranks=2)
 
 
@@ -281,14 +278,12 @@ def test_what_split_experts_do_not_support_ends_a_run_before_a_model_is_loaded(
     mixtral: Path,
     pair_rows: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    cli: CommandLine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(builder, "load_model")
-    with pytest.raises(SystemExit) as stopped:
-        sft(step_line("sft", tmp_path / "run", mixtral, pair_rows, *more.split()))
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    ended = cli(["sft", *step_line("sft", tmp_path / "run", mixtral, pair_rows, more)])
+    assert ended.code == 2 and message in ended.err
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -302,43 +297,39 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def refused(world: World, path: Path, dense: Path) -> list[str]:
+def refusals(world: World, path: Path, dense: Path) -> list[str]:
     """The errors of engines with each of REFUSED."""
-    errors = []
-    for settings, _ in REFUSED:
-        spec = replace(spec_of(path, experts=2), **settings)
-        with pytest.raises(UserError) as error:
-            build_engine(replace(spec, path=str(dense)) if "path" in settings else spec, world)
-        errors.append(str(error.value))
-    return errors
+    specs = [replace(spec_of(path, experts=2), **settings) for settings, _ in REFUSED]
+    specs[-1] = replace(specs[-1], path=str(dense))
+    return [refused(build_engine, spec, world) for spec in specs]
 
 
 def test_an_engine_refuses_what_split_experts_do_not_support(mixtral: Path, model_folder: Path, tmp_path: Path) -> None:
-    (errors, _) = run_ranks(refused, 2, tmp_path, mixtral, model_folder)
+    (errors, _) = run_ranks(refusals, 2, tmp_path, mixtral, model_folder)
     assert all(message in error for error, (_, message) in zip(errors, REFUSED, strict=True)), errors
 
 
 def test_split_experts_need_all_roles_on_all_ranks() -> None:
     for style in ("separation", "auto"):
-        with pytest.raises(UserError, match=f"needs all roles on all ranks, got placement {style}"):
+        with user_error(f"needs all roles on all ranks, got placement {style}"):
             RLConfig(model=ModelConfig(expert_parallel=2), placement=read_placement(style))
     alone = {"reference": RolePlacement((1,))}
     _require_all_ranks(Placement(alone, "interleaving"), 1, ranks=2)
-    with pytest.raises(UserError, match="needs all roles on all 2 ranks, reference has 1: leave"):
+    with user_error("needs all roles on all 2 ranks, reference has 1: leave"):
         _require_all_ranks(Placement(alone, "interleaving"), 2, ranks=2)
 
 
 GRPO = "--algorithm grpo --rollout.sampling.n 4 --ptx null --algorithm.kl.target null --algorithm.score_scaling none"
-STEPS: dict[str, list[str]] = {
-    "sft": [],
-    "reward": [],
-    "ppo": "--actor.zero.stage 2 --critic.zero.stage 3".split(),
-    "grpo": [*GRPO.split(), *"--rollout.routing_replay true --model.router_aux_loss_coef 0.01".split()],
+STEPS = {
+    "sft": "",
+    "reward": "",
+    "ppo": "--actor.zero.stage 2 --critic.zero.stage 3",
+    "grpo": f"{GRPO} --rollout.routing_replay true --model.router_aux_loss_coef 0.01",
     "adapters": (
         "--actor.lora.rank 4 --actor.lora.target_modules [q_proj,v_proj] --critic.share_base true --actor.zero.stage 2"
-    ).split(),
-    "tensor parallel": [*GRPO.split(), *"--actor.zero.stage 2 --rollout.tensor_parallel 2".split()],
-    "async": [*GRPO.split(), *"--actor.zero.stage 3 --rollout.async_sampling.policy_lag 1".split()],
+    ),
+    "tensor parallel": f"{GRPO} --actor.zero.stage 2 --rollout.tensor_parallel 2",
+    "async": f"{GRPO} --actor.zero.stage 3 --rollout.async_sampling.policy_lag 1",
 }
 """Steps with more options: PPO has a mixture as critic, a moving average, and a reference that follows the actor."""
 
@@ -346,13 +337,13 @@ STEPS: dict[str, list[str]] = {
 def line_of(step: str, output: Path, model: Path, rows: Path, *more: str) -> tuple[str, list[str]]:
     """The module and the command line of a step."""
     name = step if step in MODULES else "ppo"
-    return MODULES[name], [*step_line(name, output, model, rows), *STEPS[step], *more]
+    return MODULES[name], step_line(name, output, model, rows, STEPS[step], *more)
 
 
-def stage_of(step: str, stage: int) -> list[str]:
+def stage_of(step: str, stage: int) -> str:
     """The option that sets the ZeRO stage of the trained model; PPO has its own."""
     own = {"grpo": "actor.zero", "sft": "zero", "reward": "zero"}
-    return [f"--{own[step]}.stage", str(stage)] if step in own else []
+    return f"--{own[step]}.stage {stage}" if step in own else ""
 
 
 @pytest.mark.parametrize(
@@ -370,10 +361,12 @@ def test_a_step_does_not_depend_on_who_has_the_experts(
     step: str, stage: int, mixtral: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
     """Catches a role, a sampler or a loss that the engines' own tests do not build."""
-    module, line = line_of(step, tmp_path / "whole", mixtral, pair_rows)
-    run_main(module, 1, [*line, *["--rollout.tensor_parallel", "1"] * (step == "tensor parallel")])
-    module, line = line_of(step, tmp_path / "split", mixtral, pair_rows, "--model.expert_parallel", "2")
-    run_main(module, 2, [*line, *stage_of(step, stage)])
+    own = "--rollout.tensor_parallel 1" if step == "tensor parallel" else ""
+    module, line = line_of(step, tmp_path / "whole", mixtral, pair_rows, own)
+    run_main(module, 1, line)
+    more = f"--model.expert_parallel 2 {stage_of(step, stage)}"
+    module, line = line_of(step, tmp_path / "split", mixtral, pair_rows, more)
+    run_main(module, 2, line)
     whole, split = (run_outputs(tmp_path / name)["metrics"] for name in ("whole", "split"))
     for expected, found in zip(whole, split, strict=True):
         common = [name for name in expected if not name.startswith(("train/", "rollout/prompts"))]
@@ -393,10 +386,10 @@ def test_a_step_does_not_depend_on_who_has_the_experts(
 def test_a_killed_run_with_split_experts_ends_bit_for_bit(
     step: str, stage: int, mixtral: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
-    split = ["--model.expert_parallel", "2", *stage_of(step, stage)]
-    module, line = line_of(step, tmp_path / "whole", mixtral, pair_rows, *split)
+    split = f"--model.expert_parallel 2 {stage_of(step, stage)}"
+    module, line = line_of(step, tmp_path / "whole", mixtral, pair_rows, split)
     assert run_step(module, 2, line) == [0, 0]
-    module, line = line_of(step, tmp_path / "killed", mixtral, pair_rows, *split)
+    module, line = line_of(step, tmp_path / "killed", mixtral, pair_rows, split)
     point = Point("hybrid_rlhf.engines.engine:ModelEngine.step", 5, 1)
     assert -signal.SIGKILL in run_step(module, 2, line, point)
     assert run_step(module, 2, [*line, "--resume", "auto"]) == [0, 0]
@@ -406,7 +399,4 @@ def test_a_killed_run_with_split_experts_ends_bit_for_bit(
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny Mixtral, with four experts."""
-    folder = tmp_path_factory.mktemp("mixtral")
-    variant("mixtral").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("mixtral"), variant("mixtral"))

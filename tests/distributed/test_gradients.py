@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, KLConfig
@@ -34,7 +33,7 @@ from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
 from tests.support.rl import rollout_of
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_scorer
 
 SEEDS = (0, 1, 2)
 TOLERANCE = 1e-5
@@ -143,8 +142,7 @@ def gradients(
 def critic_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A scorer with a head: a fresh value head is 0, and lets no gradient through to the model below."""
     folder = tmp_path_factory.mktemp("critic")
-    torch.manual_seed(1)
-    scorer = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
+    scorer = tiny_scorer()
     assert float(scorer.score.weight.detach().abs().max()) > 0.1
     scorer.save_pretrained(folder)
     return folder

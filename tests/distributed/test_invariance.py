@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hybrid_rlhf.runtime.files.names import METRICS_FILE
 from tests.support.families import variant
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_main
-from tests.support.steps import write_lines
+from tests.support.steps import words, write_lines
 from tests.support.tiny import tiny_tokenizer
 
 TOLERANCE = 1e-4
@@ -43,11 +42,11 @@ STEPS = {
     ),
 }
 MICRO_BATCHES = {
-    **{str(rows): ["--train.micro_batch_size", str(rows)] for rows in (1, 2, 4, 8)},
-    "100 tokens": ["--train.micro_batch_tokens", "100"],
-    "in parts": "--train.micro_batch_tokens 100 --model.sequence_parallel 2 --model.mlp_parts 3".split(),
-    "split weights": "--train.micro_batch_tokens 100 --model.tensor_parallel 2".split(),
-    "padded": "--train.micro_batch_tokens 100 --model.attention eager".split(),
+    **{str(rows): f"--train.micro_batch_size {rows}" for rows in (1, 2, 4, 8)},
+    "100 tokens": "--train.micro_batch_tokens 100",
+    "in parts": "--train.micro_batch_tokens 100 --model.sequence_parallel 2 --model.mlp_parts 3",
+    "split weights": "--train.micro_batch_tokens 100 --model.tensor_parallel 2",
+    "padded": "--train.micro_batch_tokens 100 --model.attention eager",
 }
 OPTIONS = {
     "moe": "--model.router_aux_loss_coef 0.1 --model.router_z_loss_coef 0.01",
@@ -116,42 +115,38 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     return folder
 
 
-def launch(
-    name: str, workspace: Path, *, ranks: int, stage: int, micro: str, extra: list[str] | None = None
-) -> list[dict[str, Any]]:
-    """Three updates of a step; the lines of metrics.jsonl."""
-    output = workspace / "-".join([name, str(ranks), str(stage), micro.replace(" ", ""), *hashed(extra)])
+def launch(name: str, workspace: Path, *more: str, ranks: int = 1, stage: int = 0, micro: str = "8") -> Path:
+    """The folder of three updates of a step."""
+    line = words(*options(name, workspace, stage), MICRO_BATCHES[micro], *more)
+    output = workspace / hashlib.sha256(repr((name, ranks, line)).encode()).hexdigest()
     if not (output / "finished.json").exists():
-        line = [*options(name, workspace, stage, micro), "--output_dir", str(output), *(extra or [])]
-        run_main(STEPS[name][0], ranks, line)
-    return read_lines(output / METRICS_FILE)
+        run_main(STEPS[name][0], ranks, [*line, f"--output_dir={output}"])
+    return output
 
 
-def hashed(extra: list[str] | None) -> list[str]:
-    """A part of a folder's name."""
-    return [hashlib.sha256(json.dumps(extra).encode()).hexdigest()[:8]] if extra else []
+def lines_of(*given: Any, **how: Any) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of such a run."""
+    return read_lines(launch(*given, **how) / METRICS_FILE)
 
 
-def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
+def options(name: str, workspace: Path, stage: int) -> list[str]:
     rows = "lists" if name in ("listwise", "steps") else "rows"
-    common = [
-        *f"--data.sources {workspace}/{rows}.jsonl --data.cache_dir {workspace}/cache --data.eval_fraction 0.2".split(),
-        *f"--model.path {workspace}/{'moe' if name == 'moe' else 'model'} --logging.sinks []".split(),
-        *"--train.max_steps 3 --seed 3".split(),
-        *MICRO_BATCHES[micro],
-    ]
+    common = (
+        f"--data.sources {workspace}/{rows}.jsonl --data.cache_dir {workspace}/cache --data.eval_fraction 0.2 "
+        f"--model.path {workspace}/{'moe' if name == 'moe' else 'model'} --logging.sinks [] --train.max_steps 3 "
+        "--seed 3"
+    )
     if name != "ppo":
-        line = "--data.max_length 64 --optimizer.lr 1e-3 --train.global_batch_size 8"
-        return [*common, *line.split(), "--zero.stage", str(stage), *OPTIONS.get(name, "").split()] + (
-            ["--reference.logprobs", "live"] if name == "dpo" and stage == 3 else []
-        )
+        line = f"--data.max_length 64 --optimizer.lr 1e-3 --train.global_batch_size 8 --zero.stage {stage}"
+        live = "--reference.logprobs live" if name == "dpo" and stage == 3 else ""
+        return [common, line, OPTIONS.get(name, ""), live]
     return [
-        *common,
-        *f"--reward.components {workspace}/reward-1-0-8 --rollout.max_prompt_tokens 64".split(),
-        *"--rollout.prompts_per_step 8 --rollout.sampling.n 2 --rollout.sampling.max_new_tokens 8".split(),
-        *"--algorithm.epochs 2 --algorithm.mini_batches 2".split(),
-        *f"--actor.optimizer.lr 1e-3 --actor.zero.stage {stage}".split(),
-        *f"--critic.optimizer.lr 1e-3 --critic.zero.stage {stage}".split(),
+        common,
+        f"--reward.components {launch('reward', workspace)} --rollout.max_prompt_tokens 64",
+        "--rollout.prompts_per_step 8 --rollout.sampling.n 2 --rollout.sampling.max_new_tokens 8",
+        "--algorithm.epochs 2 --algorithm.mini_batches 2",
+        f"--actor.optimizer.lr 1e-3 --actor.zero.stage {stage}",
+        f"--critic.optimizer.lr 1e-3 --critic.zero.stage {stage}",
     ]
 
 
@@ -165,9 +160,8 @@ def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
     ],
 )
 def test_losses_do_not_depend_on_the_layout(name: str, ranks: int, stage: int, micro: str, workspace: Path) -> None:
-    launch("reward", workspace, ranks=1, stage=0, micro="8")  # the reward model that PPO needs
-    expected = launch(name, workspace, ranks=1, stage=0, micro="8")
-    found = launch(name, workspace, ranks=ranks, stage=stage, micro=micro)
+    expected = lines_of(name, workspace)
+    found = lines_of(name, workspace, ranks=ranks, stage=stage, micro=micro)
     assert len(found) == len(expected) == 4
     compared = 0
     for want, got in zip(expected, found, strict=True):
@@ -179,28 +173,24 @@ def test_losses_do_not_depend_on_the_layout(name: str, ranks: int, stage: int, m
 
 
 def test_losses_change_with_the_seed(workspace: Path) -> None:
-    first = launch("sft", workspace, ranks=1, stage=0, micro="8")
-    other = launch("sft", workspace, ranks=1, stage=0, micro="8", extra=["--seed", "4"])
+    first, other = (lines_of("sft", workspace, f"--seed {seed}") for seed in (3, 4))
     assert first[1]["sft/loss"] != pytest.approx(other[1]["sft/loss"], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
     ("name", "loss", "more"),
     [
-        ("sft", "sft/loss", []),
-        faults("sft", "distill/loss", ["--distill.teacher", "moe"]),
-        faults("dpo", "preference/loss", []),
-        faults("kto", "preference/loss", []),
-        slow("ppo", "loss/policy", "--algorithm.epochs 1 --algorithm.mini_batches 1".split()),
+        ("sft", "sft/loss", ""),
+        faults("sft", "distill/loss", "--distill.teacher {moe}"),
+        faults("dpo", "preference/loss", ""),
+        faults("kto", "preference/loss", ""),
+        slow("ppo", "loss/policy", "--algorithm.epochs 1 --algorithm.mini_batches 1"),
     ],
 )
-def test_every_step_adds_the_losses_of_routers(name: str, loss: str, more: list[str], workspace: Path) -> None:
-    launch("reward", workspace, ranks=1, stage=0, micro="8")
-    more = [str(workspace / "moe") if word == "moe" else word for word in more]
-    first = []
-    for coef in (0.0, 0.5):
-        extra = [*more, "--model.path", str(workspace / "moe"), "--model.router_aux_loss_coef", str(coef)]
-        first.append(launch(name, workspace, ranks=1, stage=0, micro="4", extra=[*extra, "--train.max_steps", "1"])[1])
+def test_every_step_adds_the_losses_of_routers(name: str, loss: str, more: str, workspace: Path) -> None:
+    moe = workspace / "moe"
+    one = f"--train.max_steps 1 --model.path {moe} {more.format(moe=moe)} --model.router_aux_loss_coef"
+    first = [lines_of(name, workspace, f"{one} {coef}", micro="4")[1] for coef in (0.0, 0.5)]
     metric = f"{'actor' if name == 'ppo' else loss.split('/')[0]}/router_aux_loss"
     assert metric not in first[0] and first[1][metric] >= 2
     assert first[1][loss] - first[0][loss] == pytest.approx(0.5 * first[1][metric], rel=1e-4)
@@ -209,12 +199,10 @@ def test_every_step_adds_the_losses_of_routers(name: str, loss: str, more: list[
 @pytest.mark.parametrize("name", [slow("sft"), *map(faults, ["ppo", "reward", "dpo"])])
 def test_losses_over_four_bit_weights_do_not_depend_on_the_layout(name: str, workspace: Path) -> None:
     """In each step the base is quantised, frozen models too, and ZeRO-3 gathers it in 4 bits."""
-    launch("reward", workspace, ranks=1, stage=0, micro="8")
-    lora = "--actor.lora.rank" if name == "ppo" else "--lora.rank"
-    extra = ["--model.quantization", "nf4", lora, "4"]
-    expected = launch(name, workspace, ranks=1, stage=0, micro="8", extra=extra)
-    found = launch(name, workspace, ranks=2, stage=3, micro="2", extra=extra)
-    unquantised = launch(name, workspace, ranks=1, stage=0, micro="8")
+    four_bit = f"--model.quantization nf4 --{'actor.' if name == 'ppo' else ''}lora.rank 4"
+    expected = lines_of(name, workspace, four_bit)
+    found = lines_of(name, workspace, four_bit, ranks=2, stage=3, micro="2")
+    unquantised = lines_of(name, workspace)
     key = STEPS[name][1][0]
     for want, got in zip(expected[1:], found[1:], strict=True):
         assert got[key] == pytest.approx(want[key], abs=TOLERANCE, rel=TOLERANCE), want["step"]

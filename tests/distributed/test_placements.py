@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.cli import rl
 from hybrid_rlhf.planning.machines.stored import save_curves
 from tests.support.marks import faults, slow
 from tests.support.placement import cpu_machine
@@ -220,15 +219,3 @@ def test_the_planner_places_and_tells_how_wrong_it_was(workspace: Path, tmp_path
     alone = launch_placed(workspace, "ppo", 1, "flattening", ("--train.max_steps", "5"))
     for name, weight in weights_of(alone).items():
         torch.testing.assert_close(weights_of(run)[name], weight, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-def test_the_planner_needs_curves_of_this_machine(
-    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(SystemExit, match="2"):
-        rl.main(
-            f"--data.sources {workspace}/rows.jsonl --model.path {workspace}/model --output_dir {tmp_path}/run "
-            f"--reward.components {workspace}/judge --placement auto".split()
-        )
-    assert "run hybrid-rlhf calibrate, or name a placement" in capsys.readouterr().err

@@ -18,11 +18,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hybrid_rlhf
-from hybrid_rlhf import RL, SFT, UserError
+from hybrid_rlhf import RL, SFT
 from hybrid_rlhf.rl.rewards.functions import load_function
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
+from tests.support.errors import user_error
 from tests.support.ranks import FORKSERVER
 from tests.support.runs import ROOT, run_python
+from tests.support.steps import read_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -79,13 +81,13 @@ def test_rows_in_memory_and_on_disk_are_the_same_data(model_folder: Path, tmp_pa
     steps = [SFT(model=model_folder, data={"sources": data, "cache_dir": str(tmp_path)}) for data in kept]
     sources = [step.config.data.sources for step in steps]
     assert sources[0] == sources[1] and str(sources[0][0]).startswith(str(tmp_path))
-    assert [json.loads(line) for line in Path(str(sources[0][0])).read_text().splitlines()] == rows
+    assert read_rows(Path(str(sources[0][0]))) == rows
     dated = SFT("m", data={"sources": [{"prompt": "a", "day": date(2024, 5, 1)}], "cache_dir": str(tmp_path)})
     assert json.loads(Path(str(dated.config.data.sources[0])).read_text()) == {"prompt": "a", "day": "2024-05-01"}
     assert SFT(model=model_folder, data=tmp_path / "rows.jsonl").config.data.sources == [str(tmp_path / "rows.jsonl")]
-    with pytest.raises(UserError, match="data must have rows, got none"):
+    with user_error("data must have rows, got none"):
         SFT(model=model_folder, data=[])
-    with pytest.raises(UserError, match="keywords: unknown key trian: the nearest is train"):
+    with user_error("keywords: unknown key trian: the nearest is train"):
         SFT(model=model_folder, data=rows, trian={"max_steps": 1})
 
 
@@ -129,7 +131,7 @@ def test_models_and_splits_in_memory_are_those_on_disk(model_folder: Path, tmp_p
     ],
 )
 def test_first_mistakes_of_trl_users_name_the_fix(make: Callable[[], object], error: str) -> None:
-    with pytest.raises(UserError, match=re.escape(error)):
+    with user_error(re.escape(error)):
         make()
 
 

@@ -26,10 +26,7 @@ LINES = {
         "rollout of step 1: 4 of 4 completions, ",
     ],
 }
-MORE = {
-    "reward": ["--objective.calibrate", "true"],
-    "ppo": ["--reference.refresh_every", "0"],
-}
+MORE = {"reward": "--objective.calibrate true", "ppo": "--reference.refresh_every 0"}
 
 
 @pytest.mark.parametrize("step", LINES)
@@ -40,7 +37,7 @@ def test_long_work_shows_that_it_moves(
     monkeypatch.setattr(progress, "_GROWTH", 0.0)
     monkeypatch.setattr(sampler, "STEP_SECONDS", 0.0)
     rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
-    line = step_line(step, output, model_folder, rows, *MORE.get(step, ()), "--train.max_steps", "1")
+    line = step_line(step, output, model_folder, rows, MORE.get(step, "--seed 0"), "--train.max_steps 1")
     import_module(MODULES.get(step, f"training.{step}.main")).main(line)
     log = (output / "log.txt").read_text()
     for text in LINES[step]:

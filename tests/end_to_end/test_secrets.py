@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import runs
-from tests.support.runs import sft_line
-from tests.support.steps import write_rows
+from tests.support.runs import run_python, sft_line
 
 SECRETS = {
     "HF_TOKEN": "hf_Ab3dEf6hIj9kLmNoPqRs",
@@ -20,13 +18,9 @@ SECRETS = {
 
 
 @pytest.mark.slow
-def test_secrets_of_the_environment_stay_there(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = sft_line(tmp_path / "out", model_folder, write_rows(tmp_path / "rows.jsonl"))
-    line += "--train.max_steps 2 --train.save_every 1 --logging.profile_steps [1] --logging.sinks tensorboard".split()
-    monkeypatch.setattr(runs, "ENVIRONMENT", runs.ENVIRONMENT | SECRETS)
-    done = runs.run_python(line)
+def test_secrets_of_the_environment_stay_there(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
+    more = "--train.max_steps 2 --train.save_every 1 --logging.profile_steps [1] --logging.sinks tensorboard"
+    done = run_python(sft_line(tmp_path / "out", model_folder, pair_rows, more), **SECRETS)
     assert done.returncode == 0, done.stderr[-3000:]
     written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     written += [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,14 +15,16 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hybrid_rlhf.cli import train
-from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.runtime.command_line import ERROR_FILE
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.output import json_output
+from tests.support.commands import CommandLine
 from tests.support.faults import run_step
+from tests.support.marks import faults
+from tests.support.messages import user
 from tests.support.ranks import run_main
 from tests.support.runs import pipeline_line, rl_line, run_python, sft_line
 from tests.support.steps import write_lines
@@ -37,12 +40,12 @@ CONTRACT = {
     ).split(),
 }
 ALL_STEPS = ["perf/train_tokens_per_second", "perf/tokens_per_second", "time/training_seconds", "memory/peak_gib", "lr"]
+Finished = tuple[Path, list[str], str]
+End = Callable[..., tuple[Any, str, str]]
 
 
 @pytest.fixture(scope="module")
-def finished(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pair_rows: Path
-) -> tuple[Path, list[str], str]:
+def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pair_rows: Path) -> Finished:
     """The output folder of one command, the command, and its standard output."""
     output = tmp_path_factory.mktemp("pipeline") / "out"
     line = pipeline_line(output, model_folder, pair_rows)
@@ -52,7 +55,7 @@ def finished(
 
 
 @pytest.mark.slow
-def test_one_command_makes_models_that_the_auto_classes_load(finished: tuple[Path, list[str], str]) -> None:
+def test_one_command_makes_models_that_the_auto_classes_load(finished: Finished) -> None:
     output = finished[0]
     for name in ("step1_sft", "step3_ppo/actor", "step3_ppo/actor_ema"):
         AutoModelForCausalLM.from_pretrained(output / name)
@@ -64,7 +67,7 @@ def test_one_command_makes_models_that_the_auto_classes_load(finished: tuple[Pat
 
 
 @pytest.mark.slow
-def test_metrics_carry_every_name_from_the_first_step(finished: tuple[Path, list[str], str]) -> None:
+def test_metrics_carry_every_name_from_the_first_step(finished: Finished) -> None:
     for name, wanted in CONTRACT.items():
         lines = read_metrics(finished[0] / name)
         assert [line["step"] for line in lines] == [0, 1, 2]
@@ -79,7 +82,7 @@ def test_metrics_carry_every_name_from_the_first_step(finished: tuple[Path, list
 
 
 @pytest.mark.slow
-def test_the_output_shows_what_changed_and_the_next_command(finished: tuple[Path, list[str], str]) -> None:
+def test_the_output_shows_what_changed_and_the_next_command(finished: Finished) -> None:
     output, _, said = finished
     for text in (
         "batch plan: 4 rows per update",
@@ -96,23 +99,18 @@ def test_the_output_shows_what_changed_and_the_next_command(finished: tuple[Path
 
 
 @pytest.mark.slow
-def test_finished_steps_are_skipped_and_changed_ones_refused(
-    finished: tuple[Path, list[str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_steps_are_skipped_and_changed_ones_refused(finished: Finished, cli: CommandLine) -> None:
     output, line, _ = finished
     before = (output / "step1_sft" / "metrics.jsonl").read_bytes()
-    main(["train", *line[1:], "--steps", "sft,reward"])
-    assert capsys.readouterr().out.count("already finished") == 2
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", *line[1:], "--steps", "sft", "--sft.optimizer.lr", "1"])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert "contains a run with other settings (optimizer.lr)" in error and error.count("\n") == 1
+    pipeline = shlex.join(["train", *line[1:]])
+    assert cli(f"{pipeline} --steps sft,reward").out.count("already finished") == 2
+    error = cli.refused(f"{pipeline} --steps sft --sft.optimizer.lr 1")
+    assert "contains a run with other settings (optimizer.lr)" in error
     assert (output / "step1_sft" / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
-def test_json_is_all_that_is_on_standard_output(finished: tuple[Path, list[str], str]) -> None:
+def test_json_is_all_that_is_on_standard_output(finished: Finished) -> None:
     output, line, _ = finished
     line = ["-m", "hybrid_rlhf", "train", *line[1:], "--json"]
     done = run_python(line)
@@ -129,11 +127,10 @@ def test_json_is_all_that_is_on_standard_output(finished: tuple[Path, list[str],
 
 
 def test_a_step_alone_prints_its_last_metrics_as_json(
-    tmp_path: Path, model_folder: Path, pair_rows: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model_folder: Path, pair_rows: Path, cli: CommandLine
 ) -> None:
-    words = sft_line(tmp_path / "run", model_folder, pair_rows, "--train.max_steps", "1")[1:]
-    main(["sft", *words, "--json"])
-    printed = capsys.readouterr()
+    words = sft_line(tmp_path / "run", model_folder, pair_rows, "--train.max_steps 1 --json")[1:]
+    printed = cli(["sft", *words])
     found = json.loads(printed.out)
     assert found["output_dir"] == str(tmp_path / "run") and found["finished"]
     assert found["metrics"]["step"] == 1 and found["metrics"]["eval/loss"] > 0
@@ -142,7 +139,7 @@ def test_a_step_alone_prints_its_last_metrics_as_json(
 
 @pytest.mark.slow
 def test_a_function_and_a_model_make_a_reward(
-    finished: tuple[Path, list[str], str], model_folder: Path, pair_rows: Path, tmp_path: Path
+    finished: Finished, model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "rules.py").write_text(
         "def brevity(prompts, completions, **columns):\n"
@@ -155,9 +152,9 @@ def test_a_function_and_a_model_make_a_reward(
         f"    - {{function: '{tmp_path}/rules.py:brevity', weight: 0.5}}\n"
         f"    - {{name: liked, model: '{finished[0]}/step2_reward'}}\n"
     )
-    more = ["--algorithm.score_scaling", "initial", "--algorithm.penalties.missing_eos", "0"]
-    more += ["--config", str(config), "--logging.profile_steps", "[2]"]
-    run_main("hybrid_rlhf.cli.rl", 1, rl_line(tmp_path / "out", model_folder, pair_rows, *more)[1:])
+    more = "--algorithm.score_scaling initial --algorithm.penalties.missing_eos 0 --logging.profile_steps [2]"
+    line = rl_line(tmp_path / "out", model_folder, pair_rows, more, f"--config {config}")
+    run_main("hybrid_rlhf.cli.rl", 1, line[1:])
     metrics = read_metrics(tmp_path / "out")[-1]
     total = 0.5 * metrics["reward/brevity/mean"] + metrics["reward/liked/mean"]
     assert metrics["objective/scores"] == pytest.approx(total, rel=1e-4)
@@ -170,8 +167,8 @@ def test_a_function_and_a_model_make_a_reward(
 @pytest.mark.parametrize(
     "start",
     [
-        pytest.param(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], marks=pytest.mark.faults),
-        pytest.param(["DEEPSPEED", "--num_gpus", "2", "--no_local_rank"], marks=pytest.mark.faults),
+        faults(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]),
+        faults(["DEEPSPEED", "--num_gpus", "2", "--no_local_rank"]),
         ["DEEPSPEED", "--num_gpus", "2"],
     ],
     ids=["torchrun", "deepspeed", "deepspeed-local-rank"],
@@ -181,7 +178,7 @@ def test_a_step_runs_under_both_launchers(
     start: list[str], model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
     deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    line = [*start, *sft_line(tmp_path / "out", model_folder, pair_rows, "--train.max_steps", "1")]
+    line = [*start, *sft_line(tmp_path / "out", model_folder, pair_rows, "--train.max_steps 1")]
     done = run_python([str(deepspeed) if word == "DEEPSPEED" else word for word in line])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "over 2 ranks, micro-batches of" in done.stdout
@@ -189,9 +186,7 @@ def test_a_step_runs_under_both_launchers(
 
 
 @pytest.fixture
-def ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[Any, str, str]]:
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> End:
     """The exit code of train.py, and what it prints, where the program of step 1 is replaced by another."""
 
     def end_of(code: str, *more: str) -> tuple[Any, str, str]:
@@ -208,9 +203,7 @@ def ended(
     return end_of
 
 
-def test_a_mistake_that_a_step_tells_ends_the_pipeline_with_exit_code_2(
-    ended: Callable[..., tuple[Any, str, str]], tmp_path: Path
-) -> None:
+def test_a_mistake_that_a_step_tells_ends_the_pipeline_with_exit_code_2(ended: End, tmp_path: Path) -> None:
     """Whatever the launcher ends with."""
     log = tmp_path / "logs" / "step1_sft.log"
     code = f"import os; open(os.environ['{ERROR_FILE}'], 'x').write('a rule, got 1: fix it'); raise SystemExit(1)"
@@ -221,9 +214,7 @@ def test_a_mistake_that_a_step_tells_ends_the_pipeline_with_exit_code_2(
     assert exit_code == 2 and json.loads(document) == {"error": "step sft: a rule, got 1: fix it", "log": str(log)}
 
 
-def test_a_failing_step_is_reported_with_its_command_first_error_and_last_lines(
-    ended: Callable[..., tuple[Any, str, str]], tmp_path: Path
-) -> None:
+def test_a_failing_step_is_reported_with_its_command_first_error_and_last_lines(ended: End, tmp_path: Path) -> None:
     code = "print('error: the first'); print('error: another'); [print(n) for n in range(30)]; raise SystemExit(7)"
     exit_code, _, said = ended(code)
     log = tmp_path / "logs" / "step1_sft.log"
@@ -236,9 +227,7 @@ def test_a_failing_step_is_reported_with_its_command_first_error_and_last_lines(
     [("error: rank 1 (b) died", 70, 3), ("node2: error: a mistake", 2, 1), ("stopped", 143, 1), ("done", 0, 1)],
     ids=["a dead rank", "a mistake", "a stop", "success"],
 )
-def test_a_step_restarts_only_after_a_fault(
-    says: str, code: int, starts: int, ended: Callable[..., tuple[Any, str, str]]
-) -> None:
+def test_a_step_restarts_only_after_a_fault(says: str, code: int, starts: int, ended: End) -> None:
     line = f"print('started'); print({says!r}); raise SystemExit({code})"
     exit_code, out, error = ended(line, "--launcher.restarts", "2")
     assert exit_code == code and out.splitlines().count("started") == starts
@@ -246,19 +235,20 @@ def test_a_step_restarts_only_after_a_fault(
     assert ("error: step sft: a mistake" in error) == (code == 2), "without the host that pdsh puts before it"
 
 
-MISTAKES = {  # tests/fuzz has what each mistake is answered with
-    "unknown key": (["--train.batch", "3"], "give train.global_batch_size"),
-    "too few rows": (["--train.global_batch_size", "64"], "batch of 64 rows, got "),
-    "no target module": (["--lora.rank", "2", "--lora.target_modules", "[nothing]"], "does not fit"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
+# tests/fuzz has what each mistake is answered with
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        ("--train.batch 3", "give train.global_batch_size"),
+        ("--train.global_batch_size 64", "batch of 64 rows, got "),
+        ("--lora.rank 2 --lora.target_modules [nothing]", "does not fit"),
+    ],
+    ids=["unknown key", "too few rows", "no target module"],
+)
 def test_a_mistake_is_one_line_and_exit_code_2(
-    mistake: str, model_folder: Path, pair_rows: Path, tmp_path: Path
+    more: str, rule: str, model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
-    more, rule = MISTAKES[mistake]
-    line = sft_line(tmp_path / "out", model_folder, pair_rows, *more)[1:]
+    line = sft_line(tmp_path / "out", model_folder, pair_rows, more)[1:]
     codes = run_step("hybrid_rlhf.cli.sft", 1, line, errors=tmp_path / "stderr.txt")
     said = (tmp_path / "stderr.txt").read_text()
     assert codes == [2], said
@@ -272,29 +262,21 @@ def test_a_template_of_the_config_is_trained_with_saved_and_stops_answers(tmp_pa
         "{% for m in messages %}{{ m.role + '|' + m.content + '<|endoftext|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant|' + mood }}{% endif %}"
     )
-    own = {
-        "model.path": model_folder,
-        "data.sources": tmp_path / "rows.jsonl",
-        "data.cache_dir": tmp_path / "cache",
-        "data.chat_template": tmp_path / "chat.jinja",
-        "data.chat_template_kwargs": '{"mood": "glad "}',
-        "train.max_steps": 1,
-        "train.global_batch_size": 4,
-        "logging.sinks": [],
-    }
 
-    def run(folder: str, **changes: Any) -> None:
-        words = {**own, "output_dir": tmp_path / folder, **changes}
-        run_main(train.MODULES["sft"], 1, [f"--{key}={value}" for key, value in words.items()])
+    def run(folder: str, template: str) -> None:
+        more = f"--train.max_steps 1 --data.chat_template {tmp_path}/{template} --data.chat_template_kwargs"
+        line = sft_line(tmp_path / folder, model_folder, tmp_path / "rows.jsonl", more, '{"mood": "glad "}')
+        run_main(train.MODULES["sft"], 1, line[1:])
 
-    run("run")
+    run("run", "chat.jinja")
     saved = AutoTokenizer.from_pretrained(tmp_path / "run")
-    prompt = [{"role": "user", "content": "q"}]
-    assert saved.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True).endswith("assistant|glad ")
+    assert saved.apply_chat_template([user("q")], tokenize=False, add_generation_prompt=True).endswith(
+        "assistant|glad "
+    )
     ends = json.loads((tmp_path / "run" / "generation_config.json").read_text())["eos_token_id"]
     assert set(ends) == {0, 2}, "the template's end of turn beside the tokenizer's eos"
     assert "does not learn to stop" not in (tmp_path / "run" / "log.txt").read_text()
     endless = (tmp_path / "chat.jinja").read_text().replace("<|endoftext|>", "\\n")
     (tmp_path / "endless.jinja").write_text(endless)
-    run("endless", **{"data.chat_template": tmp_path / "endless.jinja"})
+    run("endless", "endless.jinja")
     assert "does not learn to stop: set data.chat_template" in (tmp_path / "endless" / "log.txt").read_text()

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.training import AdamStep
 from hybrid_rlhf.engines.adapters import AdapterEngine, AdapterRow, RowResult
@@ -25,6 +24,7 @@ from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.devices import DEVICES, needs_gpu
+from tests.support.errors import user_error
 from tests.support.models import build_model, checkpointed, random_adapter
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_model
@@ -470,33 +470,31 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     engine = engine_of(tiny_model())
     engine.add("a", LoraConfig(), seed=0)
     ids = torch.tensor([4, 5])
-    with pytest.raises(UserError, match="an adapter must have a new name, a exists"):
+    with user_error("an adapter must have a new name, a exists"):
         engine.add("a", LoraConfig(), seed=0)
-    with pytest.raises(UserError, match="an adapter must have been added, got ab: the nearest is a"):
+    with user_error("an adapter must have been added, got ab: the nearest is a"):
         engine.forward_backward([AdapterRow("ab", ids, ids)])
-    with pytest.raises(UserError, match="tokens, targets and mask of a row have one length"):
+    with user_error("tokens, targets and mask of a row have one length"):
         engine.forward_backward([AdapterRow("a", ids, ids[:1])])
-    with pytest.raises(UserError, match=r"token ids must be in 0..258, row 0 has 4..300"):
+    with user_error(r"token ids must be in 0..258, row 0 has 4..300"):
         engine.forward_backward([AdapterRow("a", ids, torch.tensor([4, 300]))])
     for target in ("lm_head", "norm", "nothing"):
-        with pytest.raises(
-            UserError, match=f"must name linear layers of LlamaForCausalLM except the head, got .*{target}"
-        ):
+        with user_error(f"must name linear layers of LlamaForCausalLM except the head, got .*{target}"):
             engine.add("b", LoraConfig(target_modules=["q_proj", target]), seed=0)
-    with pytest.raises(UserError, match="an adapter is a folder with adapter_config.json"):
+    with user_error("an adapter is a folder with adapter_config.json"):
         engine.load("b", tmp_path)
     other = random_adapter(tiny_model(hidden_size=64), tmp_path / "other", 0, ["q_proj"])
-    with pytest.raises(UserError, match=r"an adapter must fit its base, .* has \[4, 64\] for .*q_proj.lora_A.weight"):
+    with user_error(r"an adapter must fit its base, .* has \[4, 64\] for .*q_proj.lora_A.weight"):
         engine.load("b", Path(other))
     fits = random_adapter(tiny_model(), tmp_path / "fits", 0, ["q_proj"])
-    with pytest.raises(UserError, match="an adapter with its optimizer has optimizer.safetensors"):
+    with user_error("an adapter with its optimizer has optimizer.safetensors"):
         engine.load("b", Path(fits), with_optimizer=True)
     assert engine.names == ("a",)
-    with pytest.raises(UserError, match="in the model's dtype, got model.quantization nf4"):
+    with user_error("in the model's dtype, got model.quantization nf4"):
         AdapterEngine.from_pretrained("m", world=engine.world, model=ModelConfig(quantization="nf4"))
     few = engine_of(build_model("gpt2"))
     few.add("a", LoraConfig(), seed=0)
-    with pytest.raises(UserError, match="a row must have at most 64 tokens, .*GPT2LMHeadModel.*row 0 has 65"):
+    with user_error("a row must have at most 64 tokens, .*GPT2LMHeadModel.*row 0 has 65"):
         few.forward_backward([AdapterRow("a", torch.ones(65).long(), torch.ones(65).long())])
-    with pytest.raises(UserError, match="several adapters train in packed rows, BloomForCausalLM computes padding"):
+    with user_error("several adapters train in packed rows, BloomForCausalLM computes padding"):
         engine_of(build_model("bloom"))

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.training import CheckpointConfig, ZeroConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
@@ -28,6 +27,7 @@ from hybrid_rlhf.engines.saved.training_state import TrainingState
 from hybrid_rlhf.runtime.files.checkpoint_folder import find_fault, read_manifest, write_manifest
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.engines import actor_spec, train_step
+from tests.support.errors import user_error
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
 from tests.support.steps import checkpoint_names
@@ -236,7 +236,7 @@ def test_a_checkpoint_within_a_rollout_of_an_earlier_version_is_refused(tmp_path
     manifest = read_manifest(checkpoint)
     manifest["files"]["loop.safetensors"] = manifest["files"]["actor_00000.safetensors"]
     write_manifest(checkpoint, manifest)
-    with pytest.raises(UserError, match="resumes in the version that wrote it"):
+    with user_error("resumes in the version that wrote it"):
         load_checkpoint(checkpoint, states={}, world=SOLO)
 
 
@@ -279,7 +279,7 @@ def test_beside_training_what_is_written_is_what_was(tmp_path: Path, monkeypatch
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     writer(tmp_path).save(LoopState(1, {}))
-    with pytest.raises(UserError, match="has no critic"):
+    with user_error("has no critic"):
         load_checkpoint(tmp_path / "checkpoints" / "step_1", states={"critic": None}, world=SOLO)  # type: ignore[dict-item]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
+from tests.support.errors import refused, user_error
 
 BATCH = "use train.micro_batch_size and the batch size of the step, or leave it out"
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -43,19 +43,17 @@ def config(file: Path, said: dict[str, Any], *, stage: int = 0) -> dict[str, Any
 
 @pytest.mark.parametrize(("said", "rule"), REFUSED, ids=lambda said: json.dumps(said) if isinstance(said, dict) else "")
 def test_a_mistake_is_one_line(said: dict[str, Any], rule: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        config(tmp_path / "ds.json", said)
-    assert str(caught.value) == f"deepspeed_config{rule}".replace("FILE", str(tmp_path / "ds.json"))
+    assert refused(config, tmp_path / "ds.json", said) == f"deepspeed_config{rule}".replace(
+        "FILE", str(tmp_path / "ds.json")
+    )
 
 
 def test_what_does_not_fit_the_stage_is_one_line(tmp_path: Path) -> None:
     said = {"zero_optimization": {"compute_grad_norm": False}}
     assert config(tmp_path / "ds.json", said, stage=2)["zero_optimization"]["compute_grad_norm"] is False
-    with pytest.raises(
-        UserError, match="its zero_optimization does not with stage 3 and torch.float32 .Value error, c"
-    ):
+    with user_error("its zero_optimization does not with stage 3 and torch.float32 .Value error, c"):
         config(tmp_path / "ds.json", said, stage=3)
-    with pytest.raises(UserError, match="multiple values for argument 'self'"):
+    with user_error("multiple values for argument 'self'"):
         config(tmp_path / "ds.json", {"zero_optimization": {"self": 1}})
 
 

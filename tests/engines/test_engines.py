@@ -15,7 +15,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig
 from hybrid_rlhf.engines import builder
@@ -26,6 +25,7 @@ from hybrid_rlhf.engines.learning_rates import lr_factor
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.runtime.world import World, close_world, init_world
 from tests.support.engines import PROMPTS, actor_spec, train_generate_save, train_step
+from tests.support.errors import user_error
 from tests.support.marks import faults, slow
 from tests.support.model_types import tiny_of_type
 from tests.support.ranks import run_ranks
@@ -187,7 +187,7 @@ def test_a_model_without_a_width_needs_a_rate() -> None:
     """A config of remote code may name its hidden size otherwise."""
     spec, lm = actor_spec(Path("model")), tiny_model()
     lm.config.get_text_config = SimpleNamespace  # type: ignore[assignment]
-    with pytest.raises(UserError, match="follows from hidden_size, LlamaForCausalLM has none: set optimizer.lr"):
+    with user_error("follows from hidden_size, LlamaForCausalLM has none: set optimizer.lr"):
         builder.learning_rate(spec, lm, OptimizerConfig(), is_main=True)
 
 

@@ -26,7 +26,7 @@ from tests.support.families import COMMON, GEMMA4, SMALL, variant
 from tests.support.generation import token_ids_of
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import save_tiny, tiny_model
 
 PROMPTS = [[5, 6, 7], [9, 8], [4] * 20 + [6, 7], [4] * 20 + [9]]
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
@@ -126,8 +126,7 @@ def test_a_language_model_beside_towers_generates_as_its_module_does(
     for parameter in model.model.language_model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     assert any("vision_tower" in name for name, _ in model.named_parameters())
-    model.save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_tiny(tmp_path / "model", model)
     for native, module in run_ranks(both_backends, ranks, tmp_path, tmp_path / "model", settings):
         assert native == module
 
@@ -214,8 +213,7 @@ def test_inference_weights_that_are_kept_follow_the_training_in_place(
 ) -> None:
     folder = tmp_path / variety
     model = tiny_model(pad_token_id=0) if variety == "llama" else variant(variety)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    save_tiny(folder, model)
     for case in zip(*run_ranks(in_place, 2, tmp_path, folder, cases), strict=True):
         for told in case:
             assert len(set(told["homes"])) == 1
@@ -270,8 +268,7 @@ def refused(world: World, path: Path) -> str:
 def test_a_model_without_inference_weights_cannot_be_split_and_a_closed_engine_raises(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(variant("bloom").config)
     model.config.apply_residual_connection_post_layernorm = True
-    model.save_pretrained(tmp_path / "m")
-    tiny_tokenizer().save_pretrained(tmp_path / "m")
+    save_tiny(tmp_path / "m", model)
     assert run_ranks(refused, 1, tmp_path / "a", tmp_path / "m") == [""]
     for said in run_ranks(refused, 2, tmp_path / "b", tmp_path / "m"):
         assert "tensor_parallel to 1" in said
@@ -287,8 +284,7 @@ def crowded(world: World, path: Path) -> list[list[Completion]]:
 
 
 def test_ranks_of_unequal_heads_decode_as_many_rows(tmp_path: Path) -> None:
-    tiny_model(hidden_size=144, num_attention_heads=9, num_key_value_heads=3).save_pretrained(tmp_path / "m")
-    tiny_tokenizer().save_pretrained(tmp_path / "m")
+    save_tiny(tmp_path / "m", tiny_model(hidden_size=144, num_attention_heads=9, num_key_value_heads=3))
     alone = run_ranks(crowded, 1, tmp_path / "1", tmp_path / "m")[0]
     for found in run_ranks(crowded, 2, tmp_path / "2", tmp_path / "m"):
         assert token_ids_of(found) == token_ids_of(alone)
@@ -320,8 +316,7 @@ SPLIT_FAMILIES = {
 def test_families_split_over_ranks_sample_what_one_process_does(ranks: int, tmp_path: Path) -> None:
     names = SPLIT_FAMILIES[ranks]
     for name in names:
-        variant(name).save_pretrained(tmp_path / name)
-        tiny_tokenizer().save_pretrained(tmp_path / name)
+        save_tiny(tmp_path / name, variant(name))
     (alone,) = run_ranks(parallel, 1, tmp_path / "one", tmp_path, names)
     for told in run_ranks(parallel, ranks, tmp_path / "many", tmp_path, names):
         for name in names:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2 import modeling_qwen2
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.builder import build_engine
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, train_step
+from tests.support.errors import refused
 from tests.support.marks import slow
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config
@@ -82,9 +82,7 @@ def test_ranks_that_route_to_different_experts_train_together(stage: int, model:
 def refusal(world: World, folder: Path, stage: int) -> str:
     """The error that a rank raises."""
     use_listed_mixture()
-    with pytest.raises(UserError) as caught:
-        build_engine(actor_spec(folder, stage=stage), world)
-    return str(caught.value)
+    return refused(build_engine, actor_spec(folder, stage=stage), world)
 
 
 def test_stages_that_would_mix_up_their_gradients_are_refused(model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
@@ -25,6 +24,7 @@ from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, token_rows, train_step
+from tests.support.errors import user_error
 from tests.support.marks import faults
 from tests.support.model_types import tiny_of_type
 from tests.support.ranks import run_ranks
@@ -140,13 +140,13 @@ def test_muon_neither_clips_nor_trains_adapters(kind: Any, section: str) -> None
         ([f"--{section}optimizer.max_grad_norm", "1.0"], "optimizer.max_grad_norm must be 0 with Muon, got 1.0"),
         ([f"--{section}lora.rank", "8"], f"orthogonalises updates of whole matrices, got {section}lora: leave one"),
     ):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             parse_config(kind, line + more)
 
 
 def test_what_muon_does_not_support_is_refused(tmp_path: Path, world: World) -> None:
     muon = OptimizerConfig(name="muon", max_grad_norm=0.0)
-    with pytest.raises(UserError, match="reduce_scatter must be false with optimizer.name muon"):
+    with user_error("reduce_scatter must be false with optimizer.name muon"):
         deepspeed_config(
             zero=ZeroConfig(stage=3),
             dtype=torch.float32,
@@ -154,5 +154,5 @@ def test_what_muon_does_not_support_is_refused(tmp_path: Path, world: World) -> 
             overrides={"zero_optimization": {"reduce_scatter": True}},
         )
     tiny_of_type("qwen3_moe").config.save_pretrained(tmp_path)  # no weights
-    with pytest.raises(UserError, match="is for dense models with a list of layers, got Qwen3MoeForCausalLM"):
+    with user_error("is for dense models with a list of layers, got Qwen3MoeForCausalLM"):
         build_actor(actor_spec(tmp_path, optimizer="muon"), world)

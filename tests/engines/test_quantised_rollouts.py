@@ -76,7 +76,7 @@ def test_a_run_corrects_for_the_rounding(model_folder: Path, tmp_path: Path) -> 
         "--rollout.quantization int8 --algorithm.correction.method truncate --actor.zero.stage 3 "
         "--rollout.tensor_parallel 2"
     ).split()
-    line = step_line("ppo", tmp_path / "out", model_folder, rows, "--train.max_steps", "2", *settings)
+    line = step_line("ppo", tmp_path / "out", model_folder, rows, "--train.max_steps 2", *settings)
     run_main(MODULES["ppo"], 2, line)
     steps = [metrics for metrics in read_metrics(tmp_path / "out") if "rollout/correction_mean" in metrics]
     assert len(steps) == 2

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import ActorConfig, RLConfig
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
@@ -16,6 +15,7 @@ from hybrid_rlhf.engines.sampling_engine import backend_maker
 from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from hybrid_rlhf.runtime.world import solo_world
+from tests.support.errors import user_error
 from tests.support.tiny import tiny_model
 
 D, H, F = "device", "host", "freed"
@@ -125,5 +125,5 @@ def test_settings_of_rollouts_reach_the_engine(graphs: bool) -> None:
     backend = make(decoder)
     assert backend._cuda_graphs == graphs and backend._prefill_tokens == backend._open_prefill_tokens == 300
     assert not make(decoder, cuda_graphs=False)._cuda_graphs
-    with pytest.raises(UserError, match="prefill_tokens must be 1 or more, got 0"):
+    with user_error("prefill_tokens must be 1 or more, got 0"):
         RolloutConfig(prefill_tokens=0)

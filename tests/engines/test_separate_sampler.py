@@ -33,6 +33,7 @@ from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, create_groups
+from tests.support import errors
 from tests.support.clock import wait_until
 from tests.support.engines import PROMPTS, accumulate, actor_spec, route_to_expert_0
 from tests.support.families import variant
@@ -40,7 +41,7 @@ from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
 from tests.support.rl import whole
 from tests.support.separate import weight_tensors
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import save_tiny, tiny_model
 
 OnRanks = Callable[..., list[Any]]
 GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0)
@@ -106,9 +107,7 @@ def folder_of(name: str, root: Path) -> Path:
     folder = root / name
     if not folder.exists():
         model = tiny_model(tie_word_embeddings=name == "tied") if name in ("tied", "untied") else variant(name)
-        model.save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
-    return folder
+        return save_tiny(folder, model)
 
 
 @pytest.fixture
@@ -492,12 +491,10 @@ REFUSED = {
 
 def refused(world: World, root: Path) -> list[str]:
     """What each rank says of each case."""
-    told = []
-    for name, rollout in REFUSED.values():
-        with pytest.raises(UserError) as caught:
-            build_separate(world, root / name, trains=1, rollout=rollout)
-        told.append(str(caught.value))
-    return told
+    return [
+        errors.refused(build_separate, world, root / name, trains=1, rollout=rollout)
+        for name, rollout in REFUSED.values()
+    ]
 
 
 def test_what_cannot_be_sampled_is_refused(tmp_path: Path) -> None:

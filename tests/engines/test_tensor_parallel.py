@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
@@ -27,6 +26,7 @@ from hybrid_rlhf.planning.shapes import shaped_model
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, accumulate, actor_spec
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.marks import faults
 from tests.support.ranks import run_ranks
@@ -115,7 +115,7 @@ def test_clipped_updates_and_samples_are_those_of_one_rank(
 def test_a_model_that_cannot_be_split_is_refused(name: str, size: int, reason: str) -> None:
     model = variant(name)
     use_packing(model)
-    with pytest.raises(UserError, match=reason):
+    with user_error(reason):
         require_tensor_parallelism(model, size)
 
 
@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_split_is_refused(name: str, size: int, reason: s
     ],
 )
 def test_settings_that_need_whole_weights_are_refused(kind: Any, line: str, reason: str) -> None:
-    with pytest.raises(UserError, match=reason):
+    with user_error(reason):
         parse_config(kind, ["--model.tensor_parallel", "2", *line.split()])
 
 

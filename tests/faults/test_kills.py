@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from tests.support.faults import Point, run_step
 from tests.support.marks import faults, slow
-from tests.support.steps import MODULES, run_outputs, step_line
+from tests.support.steps import MODULES, checkpoint_names, run_outputs, step_line
 
 RANKS = 2
+Run = Callable[..., list[int]]
 RL, ENGINES, RUNTIME = "hybrid_rlhf.rl", "hybrid_rlhf.engines", "hybrid_rlhf.runtime"
 SCORING = f"{RL}.rollouts.scoring:RolloutScorer.compute_logprobs"
 OF_ALL_STEPS = [
@@ -85,41 +87,37 @@ def whole(model_folder: Path, pair_rows: Path, tmp_path_factory: pytest.TempPath
     return of
 
 
-def go_on(name: str, line: list[str], output: Path, *more: str) -> dict[str, Any]:
-    assert run_step(MODULES[name], RANKS, [*line, "--resume", "auto", *more]) == [0] * RANKS
+def go_on(tiny_run: Run, name: str, output: Path, *more: str) -> dict[str, Any]:
+    assert tiny_run(name, "--resume auto", *more) == [0] * RANKS
     assert (output / "finished.json").exists()
-    left = [path.name for path in (output / "checkpoints").iterdir()]
-    assert not [name for name in left if name.endswith(".partial")], left
+    assert not [name for name in checkpoint_names(output) if name.endswith(".partial")]
     return run_outputs(output)
 
 
 @pytest.mark.parametrize(("name", "point"), [marked(*entry) for entry in POINTS])
 def test_a_killed_run_ends_as_if_nothing_had_happened(
-    name: str, point: Point, whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path
+    name: str, point: Point, whole: Any, tiny_run: Run, tmp_path: Path
 ) -> None:
-    line = step_line(name, tmp_path / "out", model_folder, pair_rows)
     want = whole(name)
-    codes = run_step(MODULES[name], RANKS, line, point)
-    assert -signal.SIGKILL in codes, "the point is never reached"
-    assert go_on(name, line, tmp_path / "out") == want
+    assert -signal.SIGKILL in tiny_run(name, armed=point), "the point is never reached"
+    assert go_on(tiny_run, name, tmp_path / "out") == want
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
 @pytest.mark.faults
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
-    asynchronous: bool, whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path
+    asynchronous: str, whole: Any, tiny_run: Run, tmp_path: Path
 ) -> None:
-    line = step_line("ppo", tmp_path / "out", model_folder, pair_rows, "--train.save_async", str(asynchronous).lower())
+    how = f"--train.save_async {asynchronous}"
     want = whole("ppo")
     for place, call in (
         (f"{RL}.updates.updater:Updater._update_actor", 14),
         ("hybrid_rlhf.loop.checkpointing:load_checkpoint", 1),
         (SCORING, 3),
     ):
-        resume = ["--resume", "auto"] if (tmp_path / "out").exists() else []
-        point = Point(place, call, rank=call % RANKS)
-        assert -signal.SIGKILL in run_step(MODULES["ppo"], RANKS, [*line, *resume], point)
-    assert go_on("ppo", line, tmp_path / "out") == want
+        resume = ["--resume auto"] if (tmp_path / "out").exists() else []
+        assert -signal.SIGKILL in tiny_run("ppo", how, *resume, armed=Point(place, call, rank=call % RANKS))
+    assert go_on(tiny_run, "ppo", tmp_path / "out", how) == want
 
 
 @pytest.mark.parametrize(
@@ -131,16 +129,13 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
     ],
     ids=str,
 )
-def test_sigterm_saves_mid_step_and_stops(
-    name: str, point: Point, whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path
-) -> None:
-    line = step_line(name, tmp_path / "out", model_folder, pair_rows)
+def test_sigterm_saves_mid_step_and_stops(name: str, point: Point, whole: Any, tiny_run: Run, tmp_path: Path) -> None:
     want = whole(name)
-    assert run_step(MODULES[name], RANKS, line, point) == [STOPPED_EXIT_CODE] * RANKS
-    names = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
+    assert tiny_run(name, armed=point) == [STOPPED_EXIT_CODE] * RANKS
     if name == "ppo":
+        names = checkpoint_names(tmp_path / "out")
         assert any("_update_" in name for name in names), f"a step with updates left is kept: {names}"
-    assert go_on(name, line, tmp_path / "out") == want
+    assert go_on(tiny_run, name, tmp_path / "out") == want
 
 
 @pytest.mark.parametrize(
@@ -152,52 +147,48 @@ def test_sigterm_saves_mid_step_and_stops(
     ids=str,
 )
 def test_a_run_with_a_sampler_of_its_own_is_cut_off_and_goes_on(
-    point: Point, code: int, model_folder: Path, pair_rows: Path, tmp_path: Path
+    point: Point, code: int, tiny_run: Run, tmp_path: Path
 ) -> None:
     """By a signal to a rank that trains, and by the death of one that receives weights."""
-    separate = ["--placement", "separation"]
-    whole = step_line("ppo", tmp_path / "whole", model_folder, pair_rows, *separate)
-    assert run_step(MODULES["ppo"], RANKS, whole) == [0] * RANKS
-    line = step_line("ppo", tmp_path / "out", model_folder, pair_rows, *separate)
-    assert code in run_step(MODULES["ppo"], RANKS, line, point)
-    assert go_on("ppo", line, tmp_path / "out") == run_outputs(tmp_path / "whole")
+    separate = "--placement separation"
+    assert tiny_run("ppo", separate, output=tmp_path / "whole") == [0] * RANKS
+    assert code in tiny_run("ppo", separate, armed=point)
+    assert go_on(tiny_run, "ppo", tmp_path / "out", separate) == run_outputs(tmp_path / "whole")
 
 
 @pytest.mark.faults
-def test_sigusr1_saves_and_continues(whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
-    line = step_line("ppo", tmp_path / "out", model_folder, pair_rows, "--train.keep_last", "99")
+def test_sigusr1_saves_and_continues(whole: Any, tiny_run: Run, tmp_path: Path) -> None:
     want = whole("ppo")
     point = Point(f"{RL}.updates.updater:Updater._update_actor", 6, 1, signal=signal.SIGUSR1)
-    assert run_step(MODULES["ppo"], RANKS, line, point) == [0] * RANKS
-    assert any("_update_" in path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
+    assert tiny_run("ppo", "--train.keep_last 99", armed=point) == [0] * RANKS
+    assert any("_update_" in name for name in checkpoint_names(tmp_path / "out"))
     assert run_outputs(tmp_path / "out") == want
 
 
 @pytest.mark.faults
-def test_a_run_resumes_with_other_ranks_and_another_zero_stage(
-    whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path
-) -> None:
-    for name, point in (
-        ("sft", Point(f"{ENGINES}.engine:ModelEngine.step", 5)),
-        ("ppo", Point(f"{RL}.updates.updater:Updater._update_critic", 7, 1, signal=signal.SIGTERM)),
+def test_a_run_resumes_with_other_ranks_and_another_zero_stage(whole: Any, tiny_run: Run, tmp_path: Path) -> None:
+    for name, point, zero, keys, steps in (
+        ("sft", Point(f"{ENGINES}.engine:ModelEngine.step", 5), "--zero.stage 3", ("sft/loss",), slice(1, None)),
+        (
+            "ppo",
+            Point(f"{RL}.updates.updater:Updater._update_critic", 7, 1, signal=signal.SIGTERM),
+            "--actor.zero.stage 3 --critic.zero.stage 1",
+            ("loss/value", "loss/policy", "objective/scores"),
+            slice(1, 3),  # later, sampled tokens may differ
+        ),
     ):
-        line = step_line(name, tmp_path / name, model_folder, pair_rows)
-        run_step(MODULES[name], RANKS, line, point)
-        zero = ["--zero.stage", "3"] if name == "sft" else "--actor.zero.stage 3 --critic.zero.stage 1".split()
-        assert run_step(MODULES[name], 1, [*line, "--resume", "auto", *zero]) == [0]
-        found, want = run_outputs(tmp_path / name)["metrics"], whole(name)["metrics"]
+        output = tmp_path / name
+        tiny_run(name, armed=point, output=output)
+        assert tiny_run(name, "--resume auto", zero, ranks=1, output=output) == [0]
+        found, want = run_outputs(output)["metrics"], whole(name)["metrics"]
         assert len(found) == len(want) == 7
-        for key in ("sft/loss",) if name == "sft" else ("loss/value", "loss/policy", "objective/scores"):
-            steps = slice(1, None) if name == "sft" else slice(1, 3)  # later, sampled tokens may differ
+        for key in keys:
             losses = [[line[key] for line in lines[steps]] for lines in (found, want)]
             assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-5), key
-        assert "on 1 ranks instead of 2" in (tmp_path / name / "log.txt").read_text()
+        assert "on 1 ranks instead of 2" in (output / "log.txt").read_text()
 
 
 @pytest.mark.faults
-def test_deterministic_kernels_change_nothing_on_a_cpu(
-    whole: Any, model_folder: Path, pair_rows: Path, tmp_path: Path
-) -> None:
-    line = step_line("ppo", tmp_path / "out", model_folder, pair_rows, "--deterministic", "true")
-    assert run_step(MODULES["ppo"], RANKS, line) == [0, 0]
+def test_deterministic_kernels_change_nothing_on_a_cpu(whole: Any, tiny_run: Run, tmp_path: Path) -> None:
+    assert tiny_run("ppo", "--deterministic true") == [0, 0]
     assert run_outputs(tmp_path / "out") == whole("ppo")

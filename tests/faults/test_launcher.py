@@ -18,10 +18,10 @@ from hybrid_rlhf.runtime.liveness import launcher
 from tests.support.faults import run_step
 from tests.support.marks import faults, slow
 from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, sft_line, start_until
-from tests.support.steps import write_rows
+from tests.support.steps import checkpoint_names
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node=2".split()
-LONG = ["--train.epochs", "5000"]
+LONG = "--train.epochs 5000"
 STARTS = {
     "torchrun": TORCHRUN,
     "train.py": ["train.py"],
@@ -39,7 +39,7 @@ def command(start: str, output: Path, model: Path, rows: Path) -> list[str]:
     if words[0] == "DEEPSPEED":
         found = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         words = [str(found), *words[1:]]
-    return [*words, *sft_line(output, model, rows, *LONG, "--train.max_steps", "9000")]
+    return [*words, *sft_line(output, model, rows, LONG, "--train.max_steps 9000")]
 
 
 def still_alive(processes: Sequence[psutil.Process], *, seconds: float) -> list[psutil.Process]:
@@ -52,16 +52,12 @@ def still_alive(processes: Sequence[psutil.Process], *, seconds: float) -> list[
     return alive
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        slow("torchrun"),
-        *(faults(name) for name in STARTS if name != "torchrun"),
-    ],
-)
-def test_ranks_save_and_stop_when_their_launcher_is_killed(start: str, model_folder: Path, tmp_path: Path) -> None:
-    rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "all" / "out"
-    process = start_until(command(start, output, model_folder, rows), "sft 2/")
+@pytest.mark.parametrize("start", [slow("torchrun"), *(faults(name) for name in STARTS if name != "torchrun")])
+def test_ranks_save_and_stop_when_their_launcher_is_killed(
+    start: str, model_folder: Path, pair_rows: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "all" / "out"
+    process = start_until(command(start, output, model_folder, pair_rows), "sft 2/")
     below = psutil.Process(process.pid).children(recursive=True)
     assert below
     process.kill()
@@ -73,11 +69,11 @@ def test_ranks_save_and_stop_when_their_launcher_is_killed(start: str, model_fol
     if not start.startswith("train.py"):  # whose pipe ended with it
         assert "the launcher of this run has died: stopping as for SIGTERM" in end
     assert "stopped by a signal after writing checkpoints/step_" in (output / "log.txt").read_text()
-    again = sft_line(output, model_folder, rows, *LONG, "--resume", "auto")[1:]
-    saved = max(int(path.name.removeprefix("step_")) for path in (output / "checkpoints").iterdir())
+    saved = max(int(name.removeprefix("step_")) for name in checkpoint_names(output))
     if start.startswith("train.py"):  # its settings differ
         return
-    assert run_step("hybrid_rlhf.cli.sft", 2, [*again, "--train.max_steps", str(saved + 1)]) == [0, 0]
+    again = sft_line(output, model_folder, pair_rows, LONG, f"--resume auto --train.max_steps {saved + 1}")[1:]
+    assert run_step("hybrid_rlhf.cli.sft", 2, again) == [0, 0]
     assert f"resumes from {output}/checkpoints/step_{saved}" in (output / "log.txt").read_text()
 
 

@@ -20,22 +20,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybrid_rlhf.cli.sft import main
 from hybrid_rlhf.configs.errors import RankError, UserError
-from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
-from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import LoopConfig
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
-from hybrid_rlhf.runtime.command_line import save_config, user_errors
+from hybrid_rlhf.runtime.command_line import parse_config, save_config, user_errors
 from hybrid_rlhf.runtime.files.disk import DISK_ERRNOS, disk_errors_translated
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.world import solo_world
 from hybrid_rlhf.supervised.trainer import SupervisedTrainer
 from tests.support import ranks as _  # noqa: F401 - has the server of processes import everything
 from tests.support.faults import files_of_at_most
+from tests.support.runs import sft_line
+from tests.support.steps import write_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
@@ -129,13 +127,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def line(tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., Path]) -> list[str]:
+def line(tmp_path: Path, model_folder: Path) -> list[str]:
     """A short SFT run with its data in tmp_path."""
-    rows = write_jsonl([{"prompt": f"{i}+1?", "completion": str(i + 1)} for i in range(32)])
-    return [
-        *f"--model.path {model_folder} --data.sources {rows} --data.cache_dir {tmp_path}/cache".split(),
-        *"--data.max_length 64 --train.global_batch_size 4 --train.max_steps 4 --logging.sinks []".split(),
-    ]
+    line = sft_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"), "--train.max_steps 4")
+    return line[1:]
 
 
 def fill(disk: Path) -> None:
@@ -219,11 +214,10 @@ def test_memory_that_is_used_up_in_mid_run_is_a_line(tmp_path: Path, line: list[
 GPU_WORDS = (
     "CUDA out of memory. Tried to allocate 3.25 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.1 GiB is"
 )
-PPO = RLConfig(
-    model=ModelConfig(path="MODEL"),
-    reward=RewardSumConfig(components=["MODEL"]),
-    rollout=RolloutConfig(prompts_per_step=64, max_prompt_tokens=64, sampling=SamplingParams(max_new_tokens=64)),
-    train=LoopConfig(micro_batch_size=8),
+PPO = parse_config(
+    RLConfig,
+    "--model.path MODEL --reward.components [MODEL] --rollout.prompts_per_step 64 --rollout.max_prompt_tokens 64"
+    " --rollout.sampling.max_new_tokens 64 --train.micro_batch_size 8".split(),
 )
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
-from tests.support.faults import intercept, run_step
-from tests.support.steps import MODULES, step_line, write_rows
+from tests.support.faults import intercept
+from tests.support.marks import faults
 
 
 def nan_loss(result: Any, arguments: Sequence[Any]) -> Any:
@@ -59,68 +59,53 @@ class Poison:
         intercept(self.place, around)
 
 
-RL, SUPERVISED = "hybrid_rlhf.rl", "hybrid_rlhf.supervised"
-ONCE: dict[str, tuple[Any, ...]] = {
-    "critic loss": ("ppo", Poison(f"{RL}.updates.updater:Updater.value_loss", nan_loss, (5,), rank=1), 1),
-    "actor loss": ("ppo", Poison(f"{RL}.updates.policy_loss:PolicyLoss.__call__", nan_loss, (6,), rank=0), 0),
-    "actor loss, separate": (
-        "ppo",
-        Poison(f"{RL}.updates.policy_loss:PolicyLoss.__call__", nan_loss, (6,), rank=0),
-        0,
-        "--placement",
-        "separation",
-    ),
-    "values": ("ppo", Poison(f"{RL}.rollouts.scoring:values_before", nan_tensor, (4,), rank=1), 0),
-    "sft loss": ("sft", Poison(f"{SUPERVISED}.objectives.sft:SFTObjective.loss", nan_loss, (4,), rank=1), 1),
-    "sft gradient": (
-        "sft",
-        Poison(f"{SUPERVISED}.objectives.sft:SFTObjective.loss", infinite_gradient, (4,), rank=1),
-        1,
-    ),
-}
+POLICY = "hybrid_rlhf.rl.updates.policy_loss:PolicyLoss.__call__"
+SFT = "hybrid_rlhf.supervised.objectives.sft:SFTObjective.loss"
+CRITIC = "hybrid_rlhf.rl.updates.updater:Updater.value_loss"
+VALUES = "hybrid_rlhf.rl.rollouts.scoring:values_before"
 
 
 @pytest.mark.parametrize(
-    "what",
-    [pytest.param(what, marks=[] if what in ("critic loss", "sft gradient") else pytest.mark.faults) for what in ONCE],
+    ("name", "poison", "rank", "more"),
+    [
+        ("ppo", Poison(CRITIC, nan_loss, (5,), rank=1), 1, ""),
+        faults("ppo", Poison(POLICY, nan_loss, (6,)), 0, ""),
+        faults("ppo", Poison(POLICY, nan_loss, (6,)), 0, "--placement separation"),
+        faults("ppo", Poison(VALUES, nan_tensor, (4,), rank=1), 0, ""),
+        faults("sft", Poison(SFT, nan_loss, (4,), rank=1), 1, ""),
+        ("sft", Poison(SFT, infinite_gradient, (4,), rank=1), 1, ""),
+    ],
+    ids=["critic loss", "actor loss", "actor loss, separate", "values", "sft loss", "sft gradient"],
 )
 def test_a_step_that_is_not_finite_is_skipped_and_its_rows_are_kept(
-    what: str, model_folder: Path, tmp_path: Path
+    name: str, poison: Poison, rank: int, more: str, tiny_run: Callable[..., list[int]], tmp_path: Path
 ) -> None:
-    name, poison, rank, *more = ONCE[what]
-    rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
-    line = step_line(name, output, model_folder, rows, "--data.eval_fraction", "0", *more)
-    assert run_step(MODULES[name], 2, line, poison) == [0, 0]
+    output = tmp_path / "out"
+    assert tiny_run(name, f"--data.eval_fraction 0 {more}", armed=poison) == [0, 0]
     lines = read_metrics(output)
     assert [row["step"] for row in lines] == [0, 1, 2, 3, 4, 5, 6]
     skipped = [row.get("faults/skipped_steps", 0) for row in lines]
     assert skipped[0] == 0 and skipped[-1] == 1 and sorted(skipped) == skipped
-    first = skipped.index(1)
     found = read_lines(output / "nonfinite" / f"rank_{rank:05}.jsonl")
-    assert {row["step"] for row in found} == {first} and found[0].keys() >= (
-        {"input_ids"} if name == "sft" else {"prompt", "completion", "score"}
-    )
-    weights = [
-        t for file in output.rglob("*.safetensors") if "checkpoints" not in file.parts for t in load_file(file).values()
-    ]
-    assert weights and all(bool(t.isfinite().all()) for t in weights)
+    assert {row["step"] for row in found} == {skipped.index(1)}
+    assert found[0].keys() >= ({"input_ids"} if name == "sft" else {"prompt", "completion", "score"})
+    files = [file for file in output.rglob("*.safetensors") if "checkpoints" not in file.parts]
+    assert files and all(bool(tensor.isfinite().all()) for file in files for tensor in load_file(file).values())
 
 
-LASTING = {
-    "sft loss": (
-        "sft",
-        Poison(f"{SUPERVISED}.objectives.sft:SFTObjective.loss", nan_loss, tuple(range(3, 99)), rank=1),
-    ),
-    "weights": ("ppo", Poison("hybrid_rlhf.engines.engine:ModelEngine.step", nan_weight, (7,), rank=None)),
-}
-
-
-@pytest.mark.parametrize("what", ["sft loss", pytest.param("weights", marks=pytest.mark.faults)])
-def test_several_in_a_row_end_the_run_with_advice(what: str, model_folder: Path, tmp_path: Path) -> None:
-    name, poison = LASTING[what]
-    rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
-    line = step_line(name, output, model_folder, rows, "--data.eval_fraction", "0", "--train.eval_every", "0")
-    assert run_step(MODULES[name], 2, line, poison, errors=tmp_path / "errors") == [2, 2]
+@pytest.mark.parametrize(
+    ("name", "poison"),
+    [
+        ("sft", Poison(SFT, nan_loss, tuple(range(3, 99)), rank=1)),
+        faults("ppo", Poison("hybrid_rlhf.engines.engine:ModelEngine.step", nan_weight, (7,), rank=None)),
+    ],
+    ids=["sft loss", "weights"],
+)
+def test_several_in_a_row_end_the_run_with_advice(
+    name: str, poison: Poison, tiny_run: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    more = "--data.eval_fraction 0 --train.eval_every 0"
+    assert tiny_run(name, more, armed=poison, errors=tmp_path / "errors") == [2, 2]
     said = (tmp_path / "errors").read_text()
     assert said.count("error: losses and gradients must be finite, 3 steps in a row are not (") == 1
     assert "Traceback" not in said

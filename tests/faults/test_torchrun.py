@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.run import effective_resume
 from hybrid_rlhf.runtime.world import solo_world
-from tests.support.runs import ENVIRONMENT, ROOT, rl_line, sft_line
+from tests.support.runs import rl_line, run_python, sft_line
 
 DIES_ONCE = """
 import os, signal, sys, threading, time
@@ -42,21 +40,15 @@ def slow(prompts, completions, **columns):
 
 
 def torchrun(line: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
-    return subprocess.run([*start, *line], capture_output=True, text=True, timeout=200, env=ENVIRONMENT, cwd=ROOT)
-
-
-@pytest.fixture
-def rows(write_jsonl: Callable[..., Path]) -> Path:
-    return write_jsonl([{"prompt": f"say {i % 9}", "completion": str(i % 9)} for i in range(60)])
+    return run_python(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options, *line])
 
 
 @pytest.mark.faults
-def test_a_worker_that_dies_is_restarted_and_resumes(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_restarted_and_resumes(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
     worker, folder = tmp_path / "worker.py", tmp_path / "out"
     worker.write_text(DIES_ONCE)
     options = "--train.save_every 3 --train.max_steps 40 --train.epochs 9"
-    _, *line = sft_line(folder, model_folder, rows, *options.split())
+    _, *line = sft_line(folder, model_folder, pair_rows, options)
     done = torchrun([str(worker), str(folder), *line], "--max-restarts=1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "unfinished run" not in done.stderr
@@ -68,14 +60,14 @@ def test_a_worker_that_dies_is_restarted_and_resumes(model_folder: Path, rows: P
 
 
 @pytest.mark.faults
-def test_a_reward_that_hangs_is_named_with_its_line(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_a_reward_that_hangs_is_named_with_its_line(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(HANGS)
     config = tmp_path / "ppo.yaml"
     config.write_text(
         f"reward:\n  components:\n    - {{function: '{tmp_path}/rewards.py:slow', timeout_seconds: 900}}\n"
     )
-    more = f"--config {config} --faults.phase_timeout_seconds 30".split()
-    done = torchrun(rl_line(tmp_path / "out", model_folder, rows, *more))
+    more = f"--config {config} --faults.phase_timeout_seconds 30"
+    done = torchrun(rl_line(tmp_path / "out", model_folder, pair_rows, more))
     assert done.returncode != 0
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert error.startswith("error: rank 1 is stalled: in scoring of step 1 since ")
@@ -86,10 +78,9 @@ def test_a_reward_that_hangs_is_named_with_its_line(model_folder: Path, rows: Pa
 
 def test_only_a_restarted_worker_resumes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     world = solo_world(torch.device("cpu"))
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    assert effective_resume(SFTConfig(), world) == "never"
-    monkeypatch.setitem(os.environ, "TORCHELASTIC_RESTART_COUNT", "0")
-    assert effective_resume(SFTConfig(), world) == "never"
-    monkeypatch.setitem(os.environ, "TORCHELASTIC_RESTART_COUNT", "1")
-    assert effective_resume(SFTConfig(), world) == "auto"
+    for restarts, resume in ((None, "never"), ("0", "never"), ("1", "auto")):
+        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+        if restarts is not None:
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        assert effective_resume(SFTConfig(), world) == resume
     assert effective_resume(SFTConfig(resume="out/checkpoints/step_3"), world) == "auto", "not from step 3 again"

@@ -8,7 +8,6 @@ import inspect
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -28,7 +27,9 @@ from hybrid_rlhf.runtime.liveness.heartbeats import HeartbeatChannel
 from hybrid_rlhf.runtime.liveness.stall_report import RankReport, diagnose
 from hybrid_rlhf.runtime.liveness.watchdog import EXIT_CODE, Watchdog
 from hybrid_rlhf.runtime.world import World, close_world, init_world, solo_world
+from tests.support.clock import wait_until
 from tests.support.ranks import enter, environment
+from tests.support.runs import run_python
 
 LIMIT_SECONDS = 2.5
 Work = Callable[[World, Watchdog], None]
@@ -52,8 +53,7 @@ class Job:
 
     def wait_for(self, name: str) -> None:
         """Wait until every rank has created a file with this name."""
-        while len(list(self.folder.glob(f"{name}_*"))) < len(self.processes):
-            time.sleep(0.01)
+        wait_until(lambda: len(list(self.folder.glob(f"{name}_*"))) == len(self.processes))
 
     def codes(self, *, of: list[int] | None = None, within_seconds: float) -> list[int | None]:
         """Exit codes of these ranks, by default all; None for one that has not ended in time."""
@@ -234,17 +234,17 @@ def one_fails(world: World, watchdog: Watchdog) -> None:
     world.barrier()
 
 
-def test_a_user_error_of_one_rank_ends_all_with_its_message(start: Start) -> None:
-    job = start(one_has_a_user_error, ranks=3, limit_seconds=600)
+@pytest.mark.parametrize(
+    ("work", "error"),
+    [
+        (one_has_a_user_error, "error: rank 1 stopped: rows.jsonl:7: not JSON: fix the line\n"),
+        (all_have_a_user_error, "error: rows.jsonl:7: not JSON: fix the line\n"),
+    ],
+)
+def test_a_user_error_ends_all_ranks_and_is_printed_once(start: Start, work: Work, error: str) -> None:
+    job = start(work, ranks=3, limit_seconds=600)
     assert job.codes(within_seconds=15) == [2, 2, 2]
-    assert job.stderr(0) == "error: rank 1 stopped: rows.jsonl:7: not JSON: fix the line\n"
-    assert job.stderr(1) == job.stderr(2) == ""
-
-
-def test_a_user_error_of_all_ranks_is_printed_once(start: Start) -> None:
-    job = start(all_have_a_user_error, ranks=3, limit_seconds=600)
-    assert job.codes(within_seconds=15) == [2, 2, 2]
-    assert [job.stderr(rank) for rank in range(3)] == ["error: rows.jsonl:7: not JSON: fix the line\n", "", ""]
+    assert [job.stderr(rank) for rank in range(3)] == [error, "", ""]
 
 
 def test_only_the_failing_rank_prints_a_traceback(start: Start) -> None:
@@ -293,7 +293,7 @@ def test_a_forked_child_ends_normally(tmp_path: Path) -> None:
         "with Watchdog(solo_world(torch.device('cpu')), Path(sys.argv[1]), limit_seconds=60):\n"
         "    time.sleep(0.5)\n    child = os.fork()\n    if child: print(os.waitpid(child, 0)[1])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = run_python(["-c", script, str(tmp_path)])
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 

@@ -51,11 +51,10 @@ def folder() -> Path:
 @cache
 def model() -> tuple[Path, Any]:
     """A whole tiny model, and its tokenizer."""
-    from tests.support.tiny import tiny_model, tiny_tokenizer
+    from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
     place = folder() / "model"
-    tiny_model().save_pretrained(place)
-    tiny_tokenizer().save_pretrained(place)
+    save_tiny(place, tiny_model())
     return place, tiny_tokenizer()
 
 

@@ -12,8 +12,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,8 +47,8 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.world import solo_world
 from tests.fuzz.cases import DATA, FILES, LINES, ROWS
+from tests.support.runs import run_python
 
-ROOT = Path(__file__).parents[2]
 CONFIGS: dict[str, Any] = {"sft": SFTConfig, "rl": RLConfig, "pipeline": PipelineConfig, "generate": GenerateConfig}
 FORMATS: dict[str, Callable[..., Any]] = {
     "sft": read_sft_row,
@@ -470,10 +468,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize(("line", "expected"), COMMANDS, ids=number)
 def test_a_command(line: list[str], expected: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *line], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT, check=False
-    )
+    done = run_python(line)
     assert done.returncode == 2 and done.stdout == ""
     check_line(done.stderr, expected, tmp_path)
 

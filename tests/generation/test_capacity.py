@@ -17,7 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.backends import native
 from hybrid_rlhf.generation.batching import capacity, workspace
@@ -31,6 +30,7 @@ from hybrid_rlhf.generation.batching.preparation import PreparationLog, log_comp
 from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
 from hybrid_rlhf.runtime.observability import timers
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.generation import (
     PROMPTS,
@@ -114,7 +114,7 @@ def test_the_cache_takes_what_memory_leaves_beside_a_prefill(monkeypatch: pytest
     held = generation.backend.held
     assert held is not None and held.cache.pages == 45_000 // page
     monkeypatch.setattr(native, "working_memory", lambda *_, **__: (WorkingMemory(prefill=50_000 - 4 * page), 2048))
-    with pytest.raises(UserError, match="KV cache must hold one completion of 58 tokens"):
+    with user_error("KV cache must hold one completion of 58 tokens"):
         engine_of(stop=STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED)
 
 
@@ -177,7 +177,7 @@ def test_a_cache_that_does_not_fit_is_made_smaller(monkeypatch: pytest.MonkeyPat
     assert asked[0] > most >= asked[-1]
     assert all(later == int(0.9 * earlier) for earlier, later in pairwise(asked))
     assert len([line for line in log_lines if "does not fit into memory" in line]) == len(asked) - 1
-    with pytest.raises(UserError, match="the KV cache must hold one completion of 402 tokens"):
+    with user_error("the KV cache must hold one completion of 402 tokens"):
         generation.generate([[5, 6]], replace(SAMPLED, max_new_tokens=400))
     most = 10_000
     assert token_ids_of(generation.generate(PROMPTS, SAMPLED)) == expected, "the engine works as before"

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching import capacity, continuous
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, page_bytes
 from hybrid_rlhf.generation.sampling import per_request
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.generation import (
     PROMPTS,
@@ -175,7 +175,7 @@ def test_a_table_of_positions_ends_a_completion_or_refuses_a_prompt(backend: str
     engine = engine_of(variant("gpt2"), backend=backend)  # 128 positions
     (completion,) = engine.generate([random_tokens(120)], SamplingParams(max_new_tokens=20, temperature=0.0))[0]
     assert (len(completion.token_ids), completion.finish_reason) == (8, "length")
-    with pytest.raises(UserError, match="has 128 positions, prompt 1 has 128 tokens"):
+    with user_error("has 128 positions, prompt 1 has 128 tokens"):
         engine.generate([random_tokens(3), random_tokens(128)], SAMPLED)
 
 
@@ -191,7 +191,7 @@ def test_stop_strings_end_with_the_token_that_completes_them() -> None:
         assert completion.token_ids == ids[: ends[0]] and completion.finish_reason == "stop"
         (held,) = engine.generate([prompt], [replace(request, stop=stops, min_new_tokens=30)])[0]
         assert held.token_ids == ids, "a stop string before the shortest length ends nothing"
-    with pytest.raises(UserError, match="stop needs a tokenizer"):
+    with user_error("stop needs a tokenizer"):
         GenerationEngine.from_model(tiny_model()).generate(PROMPTS, replace(params, stop=("a",)))
 
 

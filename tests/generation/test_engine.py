@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.backend import BackendName
@@ -18,6 +17,7 @@ from hybrid_rlhf.generation.batching.requests import _warn_of_untrained_position
 from hybrid_rlhf.generation.sampling import per_request
 from hybrid_rlhf.models.policy import Policy
 from tests.generation.references import hugging_face_greedy
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.generation import SHORT_GREEDY, SHORT_PROMPTS, SHORT_SAMPLED, SYSTEM_PROMPT, engine_of, token_ids_of
 from tests.support.model_types import tiny_of_type
@@ -136,17 +136,17 @@ def test_the_module_reads_the_prompt_of_n_samples_once_and_rows_that_have_ended_
 
 def test_bad_requests_are_refused() -> None:
     engine = GenerationEngine.from_model(tiny_model())
-    with pytest.raises(UserError, match="prompt 1 has none"):
+    with user_error("prompt 1 has none"):
         engine.generate([[4], []], SHORT_GREEDY)
     for wrong in ({"top_p": 0.0}, {"top_k": -1}, {"n": 0}, {"max_new_tokens": 0}, {"seed": -1}):
-        with pytest.raises(UserError, match=next(iter(wrong))):
+        with user_error(next(iter(wrong))):
             SamplingParams(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [-0.5, 1e-40, 9e-6, float("inf"), float("nan")])
 def test_temperatures_that_logits_cannot_be_divided_by_are_refused(temperature: float) -> None:
     """1e-40 is 0 in float32: every token was number 0, with a log-prob that is not a number."""
-    with pytest.raises(UserError, match=r"temperature must be 0 \(greedy\) or a finite number of at least 1e-05, got"):
+    with user_error(r"temperature must be 0 \(greedy\) or a finite number of at least 1e-05, got"):
         SamplingParams(temperature=temperature)
 
 
@@ -162,9 +162,7 @@ def test_token_ids_that_the_model_does_not_have_are_refused(backend: BackendName
     """They were an IndexError, and on a GPU an assertion that ends all use of the device."""
     engine = engine_of(backend=backend)
     for prompt, stop, wrong in (([4, 259], (), 259), ([-1], (), -1), ([4], (1000,), 1000)):
-        with pytest.raises(
-            UserError, match=rf"token ids must be in 0\.\.258, (prompt 1|stop_token_ids) has {wrong}: remove it"
-        ):
+        with user_error(rf"token ids must be in 0\.\.258, (prompt 1|stop_token_ids) has {wrong}: remove it"):
             engine.generate([[5], prompt], replace(SHORT_GREEDY, stop_token_ids=stop))
     assert engine.generate([[0, 258]], SHORT_GREEDY)[0][0].token_ids
 

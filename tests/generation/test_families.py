@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.architecture.hugging_face import NotDescribed, describe
 from hybrid_rlhf.generation.architecture.model_description import Split
@@ -25,6 +24,7 @@ from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.pretrained.loading import position_limit
 from hybrid_rlhf.runtime.world import solo_world
 from tests.generation.references import hugging_face_greedy
+from tests.support.errors import user_error
 from tests.support.families import COMMON, GQA, MAMBA, VARIANTS, variant
 from tests.support.generation import engine_of
 from tests.support.marks import faults
@@ -183,9 +183,7 @@ def test_positions_end_where_longrope_takes_other_factors(name: str) -> None:
     assert isinstance(engine.backend, NativeBackend)
     assert engine.max_positions == 64 == position_limit(model)
     assert len(engine.generate([[5] * 60], GREEDY)[0][0].token_ids) == 4
-    with pytest.raises(
-        UserError, match=r"the model has 64 positions \(original_max_position_embeddings; .*prompt 0 has 64"
-    ):
+    with user_error(r"the model has 64 positions \(original_max_position_embeddings; .*prompt 0 has 64"):
         engine.generate([[5] * 64], GREEDY)
 
 
@@ -195,9 +193,9 @@ def test_inference_weights_that_compute_something_else_stop_the_run() -> None:
     expected = module_logprobs(model, probe_tokens(model.config.vocab_size))
     check_inference_weights(decoder, expected)
     decoder._inv_freq[0] *= 1.05  # type: ignore[operator]
-    with pytest.raises(UserError, match="must agree with the training forward to 0.002 nats"):
+    with user_error("must agree with the training forward to 0.002 nats"):
         check_inference_weights(decoder, expected)
-    with pytest.raises(UserError, match="differ by nan"):
+    with user_error("differ by nan"):
         check_inference_weights(decoder, expected * torch.nan)
 
 
@@ -251,7 +249,7 @@ def test_each_kind_of_attention_is_split_by_its_own_kv_heads(size: int) -> None:
 def test_ranks_must_have_the_same_heads_in_all_layers() -> None:
     architecture, _ = describe(variant("gemma4 whose keys are values"))
     kinds = (replace(architecture.kinds[0], kv_heads=4), *architecture.kinds[1:])
-    with pytest.raises(UserError, match="3 ranks do not with 4 and 8 KV heads: use a divisor of 4"):
+    with user_error("3 ranks do not with 4 and 8 KV heads: use a divisor of 4"):
         Split.of(replace(architecture, kinds=kinds), 0, 3)
 
 
@@ -305,7 +303,7 @@ def test_large_logits_of_low_precision_are_no_fault_and_wrong_inference_weights_
         wrong = decoder_from(model, dtype)
         wrong.architecture = replace(wrong.architecture, **fault)
         wrong._activation = ACTIVATIONS[wrong.architecture.activation]
-        with pytest.raises(UserError, match="must agree with the training forward"):
+        with user_error("must agree with the training forward"):
             check_inference_weights(wrong, expected)
 
 

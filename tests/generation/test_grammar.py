@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching import capacity, continuous, requests
 from hybrid_rlhf.generation.batching.grammar import Grammar, grammar_of, source_of
 from hybrid_rlhf.generation.open_batch import PromptBatch
 from tests.support.devices import DEVICES, needs_gpu
+from tests.support.errors import user_error
 from tests.support.generation import Steps, completed, ids_of, keep_in_flight, token_ids_of
 from tests.support.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
@@ -176,16 +176,16 @@ def test_the_mask_is_that_of_the_last_token_also_where_steps_run_ahead(
     ],
 )
 def test_faulty_grammars_are_named(given: dict[str, Any], rule: str) -> None:
-    with pytest.raises(UserError, match=rule):
+    with user_error(rule):
         engine_of().generate(PROMPTS[:1], SamplingParams(response_format=given))
 
 
 def test_what_contradicts_a_grammar_is_refused() -> None:
-    with pytest.raises(UserError, match="decides where a completion ends"):
+    with user_error("decides where a completion ends"):
         SamplingParams(response_format=FORMAT, min_new_tokens=3)
-    with pytest.raises(UserError, match="needs a tokenizer, the engine has none"):
+    with user_error("needs a tokenizer, the engine has none"):
         GenerationEngine.from_model(tiny_model(), stop_token_ids=[2]).generate([[5]], CONSTRAINED)
-    with pytest.raises(UserError, match="needs a stop token, the engine has none"):
+    with user_error("needs a stop token, the engine has none"):
         GenerationEngine.from_model(tiny_model(), tokenizer=tiny_tokenizer(), stop_token_ids=[]).generate(
             [[5]], CONSTRAINED
         )
@@ -193,5 +193,5 @@ def test_what_contradicts_a_grammar_is_refused() -> None:
 
 def test_without_its_package_a_grammar_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_rlhf.generation.batching.grammar.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs llguidance, .*pip install 'hybrid_rlhf\[serve\]'"):
+    with user_error(r"needs llguidance, .*pip install 'hybrid_rlhf\[serve\]'"):
         engine_of().generate([[5]], CONSTRAINED)

@@ -11,7 +11,6 @@ import psutil
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends import native
@@ -23,6 +22,7 @@ from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, PromptBatch, S
 from hybrid_rlhf.generation.sampling import Completion
 from tests.support.clock import wait_until
 from tests.support.devices import DEVICES
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.generation import (
     PROMPTS,
@@ -142,11 +142,11 @@ def test_prompt_logprobs_are_those_of_the_training_forward(backend: str) -> None
 
 def test_what_is_too_long_or_does_not_fit_is_refused() -> None:
     with tiny_engine().open(rows=2, max_tokens=256) as batch:
-        with pytest.raises(UserError, match="at most 256 tokens together, prompt 1 has 200"):
+        with user_error("at most 256 tokens together, prompt 1 has 200"):
             batch.submit(PromptBatch([[1], [1] * 200], SamplingParams(max_new_tokens=57)), lambda tokens: None)
-        with pytest.raises(UserError, match="top_k must be at most 2147483647, got 9223372036854775808"):
+        with user_error("top_k must be at most 2147483647, got 9223372036854775808"):
             batch.submit(PromptBatch([[1]], SamplingParams(top_k=2**63, max_new_tokens=5)), lambda tokens: None)
-    with pytest.raises(UserError, match="the KV cache must hold one completion of 200 tokens"):
+    with user_error("the KV cache must hold one completion of 200 tokens"):
         tiny_engine(kv_cache_gib=1e-6).open(rows=2, max_tokens=200)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import Completion
 from hybrid_rlhf.generation.sampling import FinishedShare, per_request
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.generation import (
     PROMPTS,
@@ -102,5 +102,5 @@ def test_a_call_with_nothing_to_do_returns_what_there_is() -> None:
 
 def test_the_module_does_not_continue() -> None:
     engine = engine_of(stop=STOP_TOKEN_IDS, backend="module")
-    with pytest.raises(UserError, match="begun and until need inference weights"):
+    with user_error("begun and until need inference weights"):
         engine.generate(PROMPTS, PARAMS, until=FinishedShare(2))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, ops
 from hybrid_rlhf.generation.model import layers
 from hybrid_rlhf.generation.model.decoder import Decoder
@@ -23,9 +22,10 @@ from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.generation.weights.probe import check_inference_weights, probe_logprobs
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import solo_world
+from tests.support.errors import refused, user_error
 from tests.support.families import variant
 from tests.support.generation import SHORT_PROMPTS, SHORT_SAMPLED, token_ids_of
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import save_tiny, tiny_model
 from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
 
 SHAPES = [(1, 1), (5, 3), (32, 64), (33, 70), (96, 576), (70, 1537)]
@@ -179,8 +179,7 @@ def test_decoding_reads_a_quarter() -> None:
 
 
 def test_from_pretrained_generates_quantised(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, tiny_model())
     settings: dict[str, Any] = {"dtype": torch.float32, "quantization": "int8"}
     engine = GenerationEngine.from_pretrained(str(tmp_path), **settings)
     each = zip(SHORT_PROMPTS, per_request(SHORT_SAMPLED, len(SHORT_PROMPTS)), strict=True)
@@ -188,22 +187,17 @@ def test_from_pretrained_generates_quantised(tmp_path: Path) -> None:
     assert token_ids_of(engine.generate(SHORT_PROMPTS, SHORT_SAMPLED)) == token_ids_of(alone)
 
 
-def refused(model: Any, **settings: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        GenerationEngine.from_model(model, **settings)
-    return str(caught.value)
-
-
 def test_what_has_no_quantised_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    assert "on a CPU is int8, got fp8: give int8" in refused(model, quantization="fp8")
-    assert "got torch.float16: set rollout.dtype" in refused(tiny_model().half(), quantization="int8")
-    assert "got backend module: leave one out" in refused(model, quantization="int8", backend="module")
+    build = GenerationEngine.from_model
+    assert "on a CPU is int8, got fp8: give int8" in refused(build, model, quantization="fp8")
+    assert "got torch.float16: set rollout.dtype" in refused(build, tiny_model().half(), quantization="int8")
+    assert "got backend module: leave one out" in refused(build, model, quantization="int8", backend="module")
     bloom = variant("bloom")
     bloom.config.apply_residual_connection_post_layernorm = True
-    assert "int8 needs inference weights, BloomForCausalLM has none" in refused(bloom, quantization="int8")
+    assert "int8 needs inference weights, BloomForCausalLM has none" in refused(build, bloom, quantization="int8")
     monkeypatch.setattr(cpu_kernels, "available", lambda: False)
-    assert "got none: install g++, or leave" in refused(model, quantization="int8")
+    assert "got none: install g++, or leave" in refused(build, model, quantization="int8")
 
 
 @pytest.mark.parametrize(
@@ -224,5 +218,5 @@ def test_gpus_without_support_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    with pytest.raises(UserError, match=said):
+    with user_error(said):
         layers._require_support(kind, torch.device("cuda"), dtype, experts=experts)

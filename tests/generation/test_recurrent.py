@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.architecture.hugging_face import describe
 from hybrid_rlhf.generation.architecture.model_description import Split
@@ -27,6 +26,7 @@ from hybrid_rlhf.generation.weights.probe import probe_hidden, probe_logprobs
 from hybrid_rlhf.models.families import FAMILIES
 from hybrid_rlhf.models.head_check import module_logprobs
 from hybrid_rlhf.runtime.world import solo_world
+from tests.support.errors import user_error
 from tests.support.families import VARIANTS, variant
 from tests.support.generation import (
     PROMPTS,
@@ -291,7 +291,7 @@ def test_memory_of_states_is_planned() -> None:
 
 def test_more_ranks_than_groups_of_heads_are_refused() -> None:
     architecture, _ = describe(variant("bamba"))
-    with pytest.raises(UserError, match="2 ranks are more than the 1 of this model"):
+    with user_error("2 ranks are more than the 1 of this model"):
         Split.of(architecture, 0, 2)
 
 

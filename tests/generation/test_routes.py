@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.architecture.hugging_face import describe
 from hybrid_rlhf.generation.architecture.model_description import Split
 from hybrid_rlhf.generation.model.cache import CacheLayout, page_bytes
+from tests.support.errors import user_error
 from tests.support.families import EXPERT_VARIANTS, variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, engine_of, random_tokens
 from tests.support.marks import faults
@@ -72,5 +72,5 @@ def test_an_engine_that_cannot_record_says_so() -> None:
     """Without experts, or through the module."""
     for engine in (engine_of(), engine_of(variant("qwen3_moe"), backend="module")):
         assert not engine.records_routes
-        with pytest.raises(UserError, match="record_routes needs a mixture of experts with inference weights"):
+        with user_error("record_routes needs a mixture of experts with inference weights"):
             engine.generate([[5]], SamplingParams(max_new_tokens=2), record_routes=True)

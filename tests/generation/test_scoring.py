@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.scoring import inference_policy, inference_scorer
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.errors import refused
 from tests.support.families import variant
 from tests.support.ranks import run_ranks
 from tests.support.separate import weight_tensors
@@ -121,12 +121,6 @@ def refusals(world: World) -> list[str]:
         lambda: inference_scorer(damaged(), world=world),
     ]
     return [refused(case) for case in cases]
-
-
-def refused(case: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as error:
-        case()
-    return str(error.value)
 
 
 def other_type() -> PreTrainedModel:

@@ -17,6 +17,7 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.vllm import VLLMBackend, VLLMServer
 from hybrid_rlhf.generation.open_batch import PromptBatch
 from tests.support.clock import wait_until
+from tests.support.errors import user_error
 from tests.support.generation import completed, ids_of
 from tests.support.tiny import VOCABULARY, tiny_tokenizer
 from tests.support.vllm_server import FakeVLLM, fake_vllm
@@ -110,7 +111,7 @@ def test_without_a_server_the_owner_is_asked_for_one(model_folder: Path) -> None
         engine = engine_of(fake, revive=revive)
         assert len(engine.generate(PROMPTS, SAMPLED)) == 3 and revived == ["server"]
         fake.intercept = lambda body: (503, {})
-        with pytest.raises(UserError, match="all servers are lost"):
+        with user_error("all servers are lost"):
             engine_of(fake).generate(PROMPTS, SAMPLED)
 
 
@@ -123,7 +124,7 @@ def test_without_a_server_the_owner_is_asked_for_one(model_folder: Path) -> None
 )
 def test_a_wrong_answer_ends_the_call(model_folder: Path, answer: tuple[int, Any], message: str) -> None:
     with fake_vllm(model_folder, intercept=lambda body: answer) as fake:
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             engine_of(fake).generate(PROMPTS[:1], GREEDY)
         assert len(fake.bodies) == 1, "it would be refused again"
 
@@ -132,7 +133,7 @@ def test_a_server_that_restarted_during_a_rollout_is_refused(model_folder: Path)
     with fake_vllm(model_folder) as fake:
         engine = engine_of(fake)
         fake.label = "of its start"
-        with pytest.raises(UserError, match="has weight_version of its start in place of default"):
+        with user_error("has weight_version of its start in place of default"):
             engine.generate(PROMPTS, GREEDY)
 
 
@@ -194,8 +195,8 @@ def test_a_closed_engine_stops_while_it_waits(model_folder: Path) -> None:
 def test_another_kind_of_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page in place of JSON ended a run with a traceback."""
     server = VLLMServer("http://other", "http://other")
-    with pytest.raises(UserError, match=r"http://other must have vLLM's route /v1/models, .* HTTP 200 \(<html>"):
+    with user_error(r"http://other must have vLLM's route /v1/models, .* HTTP 200 \(<html>"):
         server.content(httpx2.Response(200, text="<html>"), "/v1/models")
     monkeypatch.setattr(VLLMServer, "call", lambda *_: {"detail": "none"})
-    with pytest.raises(UserError, match="must be a vLLM server, its /v1/models has no model"):
+    with user_error("must be a vLLM server, its /v1/models has no model"):
         server.introduce()

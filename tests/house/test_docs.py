@@ -23,26 +23,15 @@ import yaml
 
 import hybrid_rlhf
 from benchmarks import generation_page, results
+from hybrid_rlhf.cli.machine.completion import _help as help_document
+from hybrid_rlhf.cli.machine.completion import completed_commands
 from hybrid_rlhf.cli.main import COMMANDS
 from hybrid_rlhf.cli.rl import take_adapters
 from hybrid_rlhf.configs import algorithms, preference
 from hybrid_rlhf.configs.adapter_runs import read_runs
-from hybrid_rlhf.configs.commands.board import BoardConfig
-from hybrid_rlhf.configs.commands.data import BlendConfig, CheckConfig, ConvertConfig, SplitConfig
-from hybrid_rlhf.configs.commands.machine import CompletionConfig, EnvConfig
-from hybrid_rlhf.configs.commands.replay import ReplayConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.inference import (
-    ChatConfig,
-    EvaluateConfig,
-    ExportConfig,
-    GenerateConfig,
-    PushConfig,
-    ServeConfig,
-    TrainServerConfig,
-)
 from hybrid_rlhf.configs.parsing.schema import Layer, find_hints, resolve
-from hybrid_rlhf.configs.pipeline import CalibrateConfig, DemoConfig, PipelineConfig, PlanConfig
+from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
@@ -56,21 +45,6 @@ from tests.support.documents import documented_metrics
 from tests.support.rl import rollout_of_rows
 from tests.support.runs import ROOT
 
-CONFIGS: dict[str, type] = {
-    **{"demo": DemoConfig, "train": PipelineConfig, "plan": PlanConfig, "calibrate": CalibrateConfig},
-    **{"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceStepConfig, "rl": RLConfig},
-    **{"chat": ChatConfig, "generate": GenerateConfig, "serve": ServeConfig},
-    **{"train-server": TrainServerConfig},
-    **{"evaluate": EvaluateConfig, "export": ExportConfig, "push": PushConfig},
-    **{"board": BoardConfig, "replay": ReplayConfig, "env": EnvConfig, "completion": CompletionConfig},
-    **{"data check": CheckConfig, "data convert": ConvertConfig, "data split": SplitConfig, "data blend": BlendConfig},
-}
-POSITIONAL: dict[str, str | tuple[str, ...]] = {
-    **{"chat": ("path", "compare"), "push": ("path", "repo"), "board": "folders", "completion": "shell"},
-    **dict.fromkeys(("generate", "serve", "train-server", "evaluate", "export", "replay"), "path"),
-    **{"data check": "path", "data convert": "path", "data split": "path", "data blend": "sources"},
-}
-"""Keys that the first words give."""
 METRIC_FLOORS = ("rl", "supervised", "loop", "planning", "models", "runtime/observability", "serving/training/record")
 """Folders of the library that make metrics."""
 NOT_METRICS = {"application/json"}
@@ -123,6 +97,18 @@ def library_texts() -> str:
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
+@functools.cache
+def configs() -> dict[str, tuple[type, list[str]]]:
+    """The config of each command, and the keys that its first words give, as its help names them."""
+    found = {}
+    for command in completed_commands():
+        document = help_document(command.words)
+        if "config" in document:
+            module, _, name = document["config"].rpartition(".")
+            found[" ".join(command.words)] = getattr(importlib.import_module(module), name), document["positional"]
+    return found
+
+
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """Modules that write the pages of docs/ that only the site has."""
@@ -170,7 +156,8 @@ def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 name, words = f"data {words[0]}", words[1:]
             if name == "rl":
                 words = take_adapters(words)[1]
-            parse_config(CONFIGS[name], words, prog=name, positional=POSITIONAL.get(name, ()))
+            kind, positional = configs()[name]
+            parse_config(kind, words, prog=name, positional=positional)
 
 
 @each_page
@@ -185,7 +172,7 @@ def test_blocks_are_valid(page: Path, tmp_path: Path) -> None:
         if "bfloat16_tflops" in content:
             (tmp_path / "sheet.yaml").write_text(block)
             sheet_of(str(tmp_path / "sheet.yaml"))
-        elif not any(accepts(kind, content) for kind in CONFIGS.values()):
+        elif not any(accepts(kind, content) for kind, _ in configs().values()):
             assert all(accepts(RLConfig, run) for run in read_runs(content, page.name).values()), block
 
 

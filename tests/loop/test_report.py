@@ -16,7 +16,6 @@ import pytest
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import settings_and_defaults
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.run import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.loop.report import content
 from hybrid_rlhf.loop.report.charts import Chart, chart_groups, thinned
@@ -34,6 +33,7 @@ from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from hybrid_rlhf.runtime.run import CONFIG_FILE, Run
 from hybrid_rlhf.supervised.build import run_sft
+from tests.support.runs import sft_config, sft_line
 from tests.support.steps import write_lines
 
 MARKUP = "</div><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} & \"'"
@@ -80,15 +80,13 @@ def planned() -> Iterator[None]:
 def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     """A short run of SFT."""
     folder = tmp_path_factory.mktemp("sft")
-    rows = folder / "rows.jsonl"
     lines = [{"prompt": f"say {i}", "completion": str(i) * (60 if i % 10 == 0 else 1)} for i in range(40)]
-    write_lines(rows, lines)
-    words = (
-        f"--model.path {model_folder} --data.sources {rows} --output_dir {folder}/run --data.cache_dir {folder}/cache"
-    )
-    words += " --train.global_batch_size 4 --train.max_steps 6 --data.max_length 48 --logging.sinks []"
-    words += " --data.too_long drop --train.eval_every 2 --data.eval_fraction 0.2"
-    run_sft(parse_config(SFTConfig, words.split()))
+    rows = write_lines(folder / "rows.jsonl", lines)
+    more = "--train.max_steps 6 --data.max_length 48"
+    line = sft_line(
+        folder / "run", model_folder, rows, more + " --data.too_long drop --train.eval_every 2 --data.eval_fraction 0.2"
+    )[1:]
+    run_sft(parse_config(SFTConfig, line))
     return folder / "run"
 
 
@@ -130,10 +128,9 @@ def test_the_page_stands_alone(trained: Path) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     """A run in its loop, whose report is not written yet."""
-    config = replace(SFTConfig(), output_dir=str(tmp_path / "run"), logging=LoggingConfig(sinks=[]))
-    with open_step(config) as run:
+    with open_step(sft_config(tmp_path / "run")) as run:
         run.at_end.clear()
-        save_config(config, run.folder / CONFIG_FILE)
+        save_config(run.config, run.folder / CONFIG_FILE)
         run.open_metrics(None)
         yield run
 
@@ -232,15 +229,13 @@ def test_a_run_that_stops_before_its_first_step_has_a_report(run: Run) -> None:
 
 
 def test_an_error_before_the_loop_leaves_no_report(tmp_path: Path) -> None:
-    config = replace(SFTConfig(), output_dir=str(tmp_path / "run"), logging=LoggingConfig(sinks=[]))
-    with pytest.raises(UserError), open_step(config):
+    with pytest.raises(UserError), open_step(sft_config(tmp_path / "run")):
         raise UserError("wrong")
     assert not list((tmp_path / "run").glob("report.*"))
 
 
 def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = replace(SFTConfig(), output_dir=str(tmp_path / "run"), logging=LoggingConfig(sinks=[]))
-    with open_step(config) as run:
+    with open_step(sft_config(tmp_path / "run")) as run:
         run.open_metrics(None)
         (run.folder / "report.json").mkdir()
     assert "after the end of the run: IsADirectoryError" in capfd.readouterr().out

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
@@ -19,7 +16,8 @@ from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import World, solo_world
-from tests.support.runs import ENVIRONMENT
+from tests.support.errors import refused
+from tests.support.runs import run_python
 
 CPU = torch.device("cpu")
 
@@ -64,12 +62,10 @@ def test_trust_is_said_in_red_by_the_main_rank(
     assert "\x1b[1;31mtrust_remote_code is true: Python code of the model runs" in said
 
 
-def test_a_name_is_no_folder_and_no_hub_answers(tmp_path: Path) -> None:
+def test_a_name_is_no_folder_and_no_hub_answers() -> None:
     """The client tries a closed port, of which one line is said; as in other tests, it may also be offline."""
     error = "a model must be a folder or a hub name, nosuch is no folder and the hub is not reachable: check the path"
-    with pytest.raises(UserError) as refused:
-        load_config("nosuch")
-    assert str(refused.value) == error
+    assert refused(load_config, "nosuch") == error
     program = """
 from huggingface_hub.utils import _http
 _http.time.sleep = lambda seconds: None
@@ -78,8 +74,7 @@ from hybrid_rlhf.models.pretrained.folders import load_config
 with user_errors():
     load_config("nosuch")
 """
-    hub = {**ENVIRONMENT, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    ended = subprocess.run([sys.executable, "-c", program], env=hub, capture_output=True, text=True, cwd=tmp_path)
+    ended = run_python(["-c", program], HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
     assert ended.stderr == f"nosuch is no folder, and the hub does not answer: trying again\nerror: {error}\n"
     assert ended.returncode == 2
 
@@ -87,8 +82,6 @@ with user_errors():
 def test_a_folder_of_models_names_the_first(model_folder: Path, tmp_path: Path) -> None:
     for role in ("critic", "actor"):
         shutil.copytree(model_folder, tmp_path / "ppo" / role)
-    with pytest.raises(UserError) as refused:
-        resolve_model(str(tmp_path / "ppo"), world=solo_world(CPU))
-    assert str(refused.value) == (
+    assert refused(resolve_model, str(tmp_path / "ppo"), world=solo_world(CPU)) == (
         f"a model folder must have a config.json, {tmp_path}/ppo has none: give {tmp_path}/ppo/actor"
     )

@@ -11,7 +11,6 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, GemmaTokenizer, PreTrainedModel
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.head_check import module_logprobs
 from hybrid_rlhf.models.pretrained import sources
@@ -22,6 +21,7 @@ from hybrid_rlhf.models.pretrained.gguf.writing import write_gguf
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
+from tests.support.errors import user_error
 from tests.support.model_types import tiny_of_type
 from tests.support.models import build_model
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
@@ -55,6 +55,12 @@ def write(file: Path, lm: PreTrainedModel, weights: Any = "f32", *, tokenizer: A
     return write_gguf(file, lm, tokenizer or tiny_tokenizer(), weights=weights, name="tiny")
 
 
+def assert_same(found: PreTrainedModel, expected: PreTrainedModel) -> None:
+    """Two models compute the same."""
+    pair = (module_logprobs(lm.eval(), PROBE) for lm in (found, expected))
+    torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
+
+
 def rotary(kind: str, **settings: Any) -> dict[str, Any]:
     """Settings of scaled positions, of a model whose original context is shorter than the probe."""
     known = {} if kind == "linear" else {"original_max_position_embeddings": 16}
@@ -86,7 +92,7 @@ def test_a_family_computes_the_same_after_it_is_read_back(name: str, tmp_path: P
     lm, file = family(name), tmp_path / "model.gguf"
     assert write(file, lm) < 1e-4
     read = AutoModelForCausalLM.from_pretrained(str(tmp_path), gguf_file=file.name, dtype=torch.float32)
-    torch.testing.assert_close(module_logprobs(read, PROBE), module_logprobs(lm, PROBE), atol=1e-4, rtol=1e-4)
+    assert_same(read, lm)
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
@@ -96,7 +102,7 @@ def test_experts_and_scaled_positions_are_read_back(name: str, tmp_path: Path) -
     assert write(file, lm) < 1e-4
     found, _ = read_gguf(file)
     assert type(found) is type(lm)
-    torch.testing.assert_close(module_logprobs(found, PROBE), module_logprobs(lm, PROBE), atol=1e-4, rtol=1e-4)
+    assert_same(found, lm)
 
 
 def test_phi_4_has_no_window(tmp_path: Path) -> None:
@@ -108,7 +114,7 @@ def test_phi_4_has_no_window(tmp_path: Path) -> None:
     assert GGUFReader(file).fields["phi3.attention.sliding_window"].contents() == 0
     read, _ = read_gguf(file)
     assert read.config.sliding_window is None
-    torch.testing.assert_close(module_logprobs(read.eval(), PROBE), module_logprobs(lm.eval(), PROBE))
+    assert_same(read, lm)
 
 
 def test_factors_of_another_scaling_than_llama_3s_are_kept(tmp_path: Path) -> None:
@@ -186,18 +192,8 @@ def test_a_file_that_another_run_dequantises_meanwhile_is_its_folder(
 
 
 def test_a_sentencepiece_vocabulary_is_read_back(tmp_path: Path) -> None:
-    pieces = [
-        "<pad>",
-        "<eos>",
-        "<bos>",
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        *"helowrd",
-        "he",
-        "ll",
-        "▁w",
-    ]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁helowrd", "he", "ll", "▁w"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = GemmaTokenizer(vocab=vocabulary, merges=[("h", "e"), ("l", "l"), ("▁", "w")])
     lm = family("gemma3_text", vocab_size=len(vocabulary) + 3)
@@ -217,7 +213,7 @@ def test_what_the_format_cannot_express_is_refused_and_nothing_is_left(tmp_path:
         (mixture("qwen2_moe", mlp_only_layers=[1]), "no name for the weight model.layers.1.mlp.gate_proj"),
     ]
     for lm, rule in cases:
-        with pytest.raises(UserError, match=rule):
+        with user_error(rule):
             write(tmp_path / "model.gguf", lm)
         assert not list(tmp_path.iterdir())
 
@@ -226,7 +222,7 @@ def test_a_file_with_other_weights_is_not_given_its_name(tmp_path: Path, monkeyp
     """The layout that llama.cpp does not have."""
     plain = lambda name, weight, family, config: weight.detach().float().contiguous()  # noqa: E731
     monkeypatch.setattr(writing, "written_weight", plain)
-    with pytest.raises(UserError, match=r"must compute what the model does, the weight .*q_proj.* changes"):
+    with user_error(r"must compute what the model does, the weight .*q_proj.* changes"):
         write(tmp_path / "model.gguf", tiny_model())
     assert not list(tmp_path.iterdir())
 
@@ -236,5 +232,5 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    with pytest.raises(UserError, match="got Digits and ByteLevel"):
+    with user_error("got Digits and ByteLevel"):
         write(tmp_path / "model.gguf", tiny_model(), tokenizer=tokenizer)

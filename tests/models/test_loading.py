@@ -16,9 +16,9 @@ from transformers import (
     GPT2Config,
     OPTConfig,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.engines.partition import full_tensors
@@ -28,6 +28,8 @@ from hybrid_rlhf.models.pretrained.loading import load_model, position_limit, tr
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
+from tests.support.errors import user_error
+from tests.support.messages import user
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -38,6 +40,10 @@ MASK = torch.ones_like(IDS, dtype=torch.bool)
 
 def load(path: Path, architecture: str = "causal_lm", **changes: object):  # type: ignore[no-untyped-def]
     return load_model(str(path), architecture, config=ModelConfig(**changes), dtype=torch.float32)  # type: ignore[arg-type]
+
+
+def save(folder: Path, lm: PreTrainedModel, **settings: Any) -> None:
+    save_model(folder, full_tensors(lm, WORLD), lm=lm, world=WORLD, **{"tokenizer": tiny_tokenizer(), **settings})
 
 
 def test_dropout_is_off(tmp_path: Path) -> None:
@@ -61,7 +67,7 @@ def test_an_encoder_is_no_reward_model(tmp_path: Path) -> None:
             num_labels=1,
         )
     ).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="score per token, .* is a BertForSequenceClassification"):
+    with user_error("score per token, .* is a BertForSequenceClassification"):
         load(tmp_path, "scorer")
 
 
@@ -82,7 +88,7 @@ def test_saved_weights_have_the_names_of_their_family(family: str, tmp_path: Pat
     }
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).save_pretrained(tmp_path / "theirs")
     model = load(tmp_path / "theirs")[0]
-    save_model(tmp_path / "ours", full_tensors(model, WORLD), lm=model, tokenizer=tiny_tokenizer(), world=WORLD)
+    save(tmp_path / "ours", model)
     theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
     assert torch.equal(load(tmp_path / "ours")[0](IDS).logits, model(IDS).logits)
@@ -131,9 +137,7 @@ def test_a_scorer_from_a_causal_lm_has_a_fresh_head_and_one_from_a_scorer_has_no
 def test_saved_models_load_with_the_auto_classes_and_are_equal(model_folder: Path, tmp_path: Path) -> None:
     model, _ = load(model_folder)
     tiny_model(7).save_pretrained(tmp_path)  # an earlier save, whose single file transformers would prefer to shards
-    save_model(
-        tmp_path, full_tensors(model, WORLD), lm=model, tokenizer=tiny_tokenizer(), world=WORLD, max_shard_bytes=20_000
-    )
+    save(tmp_path, model, max_shard_bytes=20_000)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1, "a small limit gives several shards"
     assert not list(tmp_path.glob(".*"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -142,7 +146,7 @@ def test_saved_models_load_with_the_auto_classes_and_are_equal(model_folder: Pat
     torch.testing.assert_close(again(IDS).logits, model.eval()(IDS).logits)  # fused layers round otherwise
     assert load_tokenizer(str(tmp_path)).chat_template == tiny_tokenizer().chat_template
     scorer, _ = load(model_folder, "scorer")
-    save_model(tmp_path / "s", full_tensors(scorer, WORLD), lm=scorer, tokenizer=tiny_tokenizer(), world=WORLD)
+    save(tmp_path / "s", scorer)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "s")
     assert loaded.config.num_labels == 1
     assert torch.equal(loaded.score.weight, scorer.score.weight)
@@ -173,7 +177,7 @@ def test_merged_adapters_compute_what_unmerged_ones_do_and_leave_no_trace(model_
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with adapters_off(model):
         assert torch.equal(model(IDS).logits, base)
-    save_model(tmp_path, full_tensors(model, WORLD), lm=model, tokenizer=tiny_tokenizer(), world=WORLD)
+    save(tmp_path, model)
     torch.testing.assert_close(
         AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, unmerged, atol=1e-5, rtol=1e-5
     )
@@ -204,7 +208,7 @@ def test_adapters_change_nothing_of_a_bfloat16_model_before_they_learn(model_fol
 
 def test_an_embedding_that_is_the_head_too_has_no_adapters(model_folder: Path, tmp_path: Path) -> None:
     config = LoraConfig(rank=4, target_modules=["embed_tokens", "q_proj"])
-    with pytest.raises(UserError, match="lora.target_modules must not match an embedding"):
+    with user_error("lora.target_modules must not match an embedding"):
         add_lora(load(model_folder)[0], config, "causal_lm", seed=0)
     tiny_model(tie_word_embeddings=False).save_pretrained(tmp_path)
     add_lora(load(tmp_path)[0], config, "causal_lm", seed=0)
@@ -214,7 +218,7 @@ def test_a_tokenizer_of_several_templates_is_saved_over_itself(model_folder: Pat
     model, tokenizer = load(model_folder)[0], tiny_tokenizer()
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ messages }}"}
     for _ in range(2):
-        save_model(tmp_path / "m", full_tensors(model, WORLD), lm=model, tokenizer=tokenizer, world=WORLD)
+        save(tmp_path / "m", model, tokenizer=tokenizer)
     assert load_tokenizer(str(tmp_path / "m")).chat_template["tool_use"] == "{{ messages }}"
     assert not list((tmp_path / "m").glob(".*"))
 
@@ -222,7 +226,7 @@ def test_a_tokenizer_of_several_templates_is_saved_over_itself(model_folder: Pat
 def test_lora_refuses_the_head_and_unknown_modules(model_folder: Path) -> None:
     for names, rule in ((["lm_head"], "must not match the head"), (["nothing"], "does not fit")):
         model, _ = load(model_folder)
-        with pytest.raises(UserError, match=rule):
+        with user_error(rule):
             add_lora(model, LoraConfig(rank=2, target_modules=names), "causal_lm", seed=0)
 
 
@@ -255,19 +259,20 @@ def test_tokenizers_are_checked(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "no_pad")).pad_token_id == 2
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "no_eos")
-    with pytest.raises(UserError, match="must have an EOS token"):
-        load_tokenizer(str(tmp_path / "no_eos"))
     tiny_config().save_pretrained(tmp_path / "none")
-    with pytest.raises(UserError, match="cannot load a tokenizer"):
-        load_tokenizer(str(tmp_path / "none"))
     OPTConfig().save_pretrained(tmp_path / "empty")  # transformers builds a tokenizer without a vocabulary
-    with pytest.raises(UserError, match="must have tokenizer files, .*/empty has none"):
-        load_tokenizer(str(tmp_path / "empty"))
+    for name, rule in (
+        ("no_eos", "must have an EOS token"),
+        ("none", "cannot load a tokenizer"),
+        ("empty", "must have tokenizer files, .*/empty has none"),
+    ):
+        with user_error(rule):
+            load_tokenizer(str(tmp_path / name))
     assert stop_token_ids(tiny_tokenizer(), [5, 2]) == (2, 5)
 
 
 def test_float16_is_refused_on_a_cpu() -> None:
-    with pytest.raises(UserError, match="float16 needs a GPU"):
+    with user_error("float16 needs a GPU"):
         training_dtype(ModelConfig(dtype="float16"), CPU)
     assert training_dtype(ModelConfig(), CPU) is torch.float32
     assert training_dtype(ModelConfig(), torch.device("cuda")) is torch.bfloat16
@@ -284,10 +289,9 @@ THINKING = (
 def test_variables_of_a_template_become_its_defaults(tmp_path: Path, several: bool) -> None:
     tokenizer = tiny_tokenizer({"default": THINKING, "tool_use": THINKING} if several else THINKING)  # type: ignore[arg-type]
     tokenizer.save_pretrained(tmp_path / "first")
-    prompt = [{"role": "user", "content": "q"}]
 
     def opening(tokenizer: Any, **variables: Any) -> str:
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **variables)
+        text = tokenizer.apply_chat_template([user("q")], tokenize=False, add_generation_prompt=True, **variables)
         return text.rpartition("assistant\n")[2]
 
     values = {"thinking": True, "style": 'it\'s "so"\n{{ x }}'}
@@ -307,9 +311,9 @@ def test_a_template_may_come_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(THINKING)
     tokenizer = load_tokenizer(str(tmp_path / "base"), chat_template=str(tmp_path / "chat.jinja"))
     assert tokenizer.chat_template == THINKING
-    with pytest.raises(UserError, match="chat_template must name a Jinja file, .* does not exist"):
+    with user_error("chat_template must name a Jinja file, .* does not exist"):
         load_tokenizer(str(tmp_path / "base"), chat_template=str(tmp_path / "none.jinja"))
-    with pytest.raises(UserError, match="chat_template_kwargs .* has none"):
+    with user_error("chat_template_kwargs .* has none"):
         load_tokenizer(str(tmp_path / "base"), chat_template_kwargs={"thinking": True})
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.functional.masking import last_index
 from hybrid_rlhf.models import head_check
@@ -14,6 +13,7 @@ from hybrid_rlhf.models import policy as policy_module
 from hybrid_rlhf.models.families import HeadConvention, head_convention, keep_float32_logits
 from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.policy import Policy, Scorer, hidden_before, scores_at_end, wide_logits
+from tests.support.errors import user_error
 from tests.support.models import HEAD_FAMILIES, build_model, padded_rows
 from tests.support.tensors import LargestTensor
 from tests.support.tiny import tiny_config
@@ -69,12 +69,10 @@ def test_logits_of_a_bfloat16_model_stay_in_float32(family: str) -> None:
 def test_a_head_that_does_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "head_convention", lambda config: HeadConvention())
     for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(
-            UserError, match="must agree with the logits of GraniteForCausalLM to .* nats, they differ by"
-        ):
+        with user_error("must agree with the logits of GraniteForCausalLM to .* nats, they differ by"):
             require_own_logits(build_model("granite", logits_scaling=0.05).to(dtype))
     monkeypatch.setattr(head_check, "backbone_of", lambda lm: lm)
-    with pytest.raises(UserError, match="need the hidden states below the head, LlamaForCausalLM has no"):
+    with user_error("need the hidden states below the head, LlamaForCausalLM has no"):
         require_own_logits(build_model("llama"))
 
 

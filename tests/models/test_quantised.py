@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.engines.builder import build_engine
 from hybrid_rlhf.engines.partition import full_tensors
@@ -22,6 +21,7 @@ from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.engines import actor_spec, train_step
+from tests.support.errors import user_error
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VOCABULARY, tiny_tokenizer
 
@@ -136,11 +136,11 @@ def test_a_broken_mxfp4_weight_is_named(
     if rows is not None:
         weights[name] = whole[:, :rows].contiguous()
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=f"^{name} {fault}: copy the model again, or correct config.json$"):
+    with user_error(f"^{name} {fault}: copy the model again, or correct config.json$"):
         load_model(str(folder[0]), "causal_lm", config=ModelConfig(), dtype=torch.float32)
 
 
 def test_other_quantised_weights_are_refused(folder: tuple[Path, dict[str, Tensor]]) -> None:
     write_method(folder[0], {"quant_method": "gptq", "bits": 4})
-    with pytest.raises(UserError, match="^weights must be unquantised or in MXFP4, those of .* are in gptq: give"):
+    with user_error("^weights must be unquantised or in MXFP4, those of .* are in gptq: give"):
         load_model(str(folder[0]), "causal_lm", config=ModelConfig(), dtype=torch.float32)

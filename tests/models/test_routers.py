@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.functional.masking import position_ids
@@ -19,9 +18,10 @@ from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.pretrained.loading import adapt_model
 from hybrid_rlhf.models.routers.losses import ROUTER_METRICS, ROUTER_TOTAL, RouterLoss, router_loss
 from hybrid_rlhf.models.routers.modules import router_modules
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.model_types import tiny_of_type
-from tests.support.models import padded_rows
+from tests.support.models import assert_equal_gradients, padded_rows
 
 RULE = RouterLoss(0.5, 0.25, 2)
 LENGTHS = [9, 1, 5, 7]
@@ -88,10 +88,7 @@ def test_sums_and_gradients_do_not_depend_on_how_a_batch_is_cut(name: str, how: 
         torch.testing.assert_close(
             found[key], value.detach(), rtol=1e-4, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
         )
-    for (key, one), other in zip(whole.named_parameters(), cut.parameters(), strict=True):
-        torch.testing.assert_close(
-            one.grad, other.grad, rtol=1e-3, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
-        )
+    assert_equal_gradients(whole, cut, atol=1e-4)
     assert float(expected[ROUTER_TOTAL].detach()) > 1
 
 
@@ -147,9 +144,7 @@ def test_coefficients_are_the_settings_or_those_that_the_config_uses(
 def test_a_model_without_routers_is_refused(name: str, key: str) -> None:
     model = tiny_of_type(name)
     assert router_loss(model, ModelConfig()) is None
-    with pytest.raises(
-        UserError, match=f"model.{key} needs a mixture of experts .* got 0.01 for a {name}: leave it out"
-    ):
+    with user_error(f"model.{key} needs a mixture of experts .* got 0.01 for a {name}: leave it out"):
         router_loss(model, ModelConfig(**{key: 0.01}))
 
 
@@ -165,5 +160,5 @@ def test_forwards_without_gradient_have_no_router_losses() -> None:
 
 
 def test_coefficients_may_not_be_negative() -> None:
-    with pytest.raises(UserError, match="router_aux_loss_coef must be 0"):
+    with user_error("router_aux_loss_coef must be 0"):
         ModelConfig(router_aux_loss_coef=-1.0)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.packing import require_sequence_parallelism, set_sequence_world, use_packing
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.tiled_mlp import tile_mlps
 from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.runtime.world import World
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.models import build_model
 from tests.support.ranks import run_ranks
@@ -129,7 +129,7 @@ def test_two_ranks_halve_the_activations_of_a_row(tmp_path: Any) -> None:
 def test_what_cannot_be_divided_is_refused(name: str, size: int, reason: str) -> None:
     model = variant(name)
     use_packing(model)
-    with pytest.raises(UserError, match=reason):
+    with user_error(reason):
         require_sequence_parallelism(model, size)
 
 
@@ -148,12 +148,12 @@ def test_an_mlp_in_parts_is_that_of_the_whole(checkpoints: bool) -> None:
 
 @pytest.mark.parametrize("family", ["opt", "qwen3_moe", "bloom"])
 def test_layers_without_an_mlp_module_have_no_parts(family: str) -> None:
-    with pytest.raises(UserError, match="model.mlp_parts is for"):
+    with user_error("model.mlp_parts is for"):
         tile_mlps(variant(family), 2)
 
 
 def test_sequence_parallelism_needs_packed_rows() -> None:
     model = variant("llama")
     model.set_attn_implementation("eager")
-    with pytest.raises(UserError, match="needs packed rows"):
+    with user_error("needs packed rows"):
         require_sequence_parallelism(model, 2)

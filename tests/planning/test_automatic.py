@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import RolePlacements, read_placement
 from hybrid_rlhf.planning.automatic import MeasuredStep, PlacementWatch, choose_placement
@@ -20,6 +19,7 @@ from hybrid_rlhf.planning.job import StepLengths, measured_lengths
 from hybrid_rlhf.planning.machines.stored import save_curves
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.errors import user_error
 from tests.support.placement import cpu_machine
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def test_the_plan_becomes_the_placement(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     config = config_of(model_folder, tmp_path)
-    with pytest.raises(UserError, match="run hybrid-rlhf calibrate, or name a placement"):
+    with user_error("run hybrid-rlhf calibrate, or name a placement"):
         choose_placement(config, solo_world(CPU))
     save_curves(cpu_machine(), 1, str(tmp_path))
     chosen, watch = choose_placement(config, solo_world(CPU))

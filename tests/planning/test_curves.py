@@ -13,7 +13,6 @@ import pytest
 import torch
 import yaml
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import MACHINES
 from hybrid_rlhf.planning.curves import Curve, Surface
 from hybrid_rlhf.planning.device import Device
@@ -28,6 +27,7 @@ from hybrid_rlhf.planning.machines.datasheets import (
 from hybrid_rlhf.planning.machines.stored import curves_file, load_curves, read_curves, save_curves
 from hybrid_rlhf.planning.phase_memory import PhaseMemory
 from hybrid_rlhf.planning.prediction_errors import PredictionReport, memory_errors
+from tests.support.errors import user_error
 from tests.support.placement import machine
 
 GPU = Device(torch.device("cuda"), 2, 2.0**40)
@@ -116,10 +116,10 @@ def test_a_data_sheet_of_a_file_is_a_machine(tmp_path: Path) -> None:
 def test_a_wrong_data_sheet_is_one_line(change: dict[str, object], message: str, tmp_path: Path) -> None:
     file = tmp_path / "lab.yaml"
     file.write_text(yaml.safe_dump(SHEET | change))
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         sheet_of(str(file))
     file.write_text(yaml.safe_dump({key: value for key, value in SHEET.items() if key != "device_gib"}))
-    with pytest.raises(UserError, match="all numbers of a data sheet, got none for device_gib"):
+    with user_error("all numbers of a data sheet, got none for device_gib"):
         sheet_of(str(file))
 
 
@@ -138,7 +138,7 @@ def test_curves_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused_in_one_line(change: str, tmp_path: Path) -> None:
     path = save_curves(machine(), 2, str(tmp_path))
     path.write_text(change)
-    with pytest.raises(UserError, match="damaged.*calibrate --renew true"):
+    with user_error("damaged.*calibrate --renew true"):
         load_curves(str(tmp_path))
 
 
@@ -148,10 +148,10 @@ def test_curves_of_another_machine_or_version_are_refused_and_not_loaded(tmp_pat
     for name, value in (("torch", "1.0"), ("host", "elsewhere"), ("cores", 1000), ("format", 0)):
         path.write_text(json.dumps({**content, "key": {**content["key"], name: value}}))
         assert load_curves(str(tmp_path)) is None
-        with pytest.raises(UserError, match=rf"differs in {name} \({value} instead of"):
+        with user_error(rf"differs in {name} \({value} instead of"):
             read_curves(path)
     path.write_text(json.dumps({**content, "curves": {**content["curves"], "layer": [["x", 1]]}}))
-    with pytest.raises(UserError, match="damaged"):
+    with user_error("damaged"):
         read_curves(path)
     assert curves_file(2, str(tmp_path)) == path != curves_file(3, str(tmp_path))
 

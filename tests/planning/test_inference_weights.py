@@ -45,6 +45,17 @@ def shaped(lm: Any, folder: Path, *, lora: LoraConfig | None = None) -> ShapedMo
     return shaped_model(str(folder), "causal_lm", config=ModelConfig(), dtype=torch.float32, lora=lora, learns=True)
 
 
+def planned_bytes(model: ShapedModel, rollout: RolloutConfig | None = None, **changes: Any) -> float:
+    settings = {"stage": 0, "dtype": torch.float32, "device": CPU, **changes}
+    return inference_weight_bytes(model, rollout or RolloutConfig(), **settings)
+
+
+def decoder_for(lm: Any, **settings: Any) -> Decoder:
+    decoder = decoder_of(lm, world=solo_world(CPU), dtype=torch.float32, **settings)
+    assert decoder is not None
+    return decoder
+
+
 @pytest.mark.parametrize(
     "name",
     ["llama", "gpt2", "deepseek_v3", "qwen2_moe", "jamba", "granite 4", "minimax", "nemotron_h"]
@@ -53,9 +64,8 @@ def shaped(lm: Any, folder: Path, *, lora: LoraConfig | None = None) -> ShapedMo
 def test_packed_products_take_what_was_planned(name: str, tmp_path: Path) -> None:
     """Experts, products that each rank has whole, keys that are values."""
     lm = variant(name)
-    decoder = decoder_of(lm, world=solo_world(CPU), dtype=torch.float32)
-    assert decoder is not None
-    planned = inference_weight_bytes(shaped(lm, tmp_path), RolloutConfig(), stage=0, dtype=torch.float32, device=CPU)
+    decoder = decoder_for(lm)
+    planned = planned_bytes(shaped(lm, tmp_path))
     assert planned == product_bytes(decoder)
 
 
@@ -66,21 +76,19 @@ SIZES = {"hidden_size_per_layer_input": 32}
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_oss", "qwen2_moe", "gemma4_text", "llama4_text"])
 def test_quantised_products_take_a_byte_per_weight_and_their_scales(model_type: str, tmp_path: Path) -> None:
     lm = tiny_of_type(model_type, **(SIZES if model_type == "gemma4_text" else {}))
-    decoder = decoder_of(lm, world=solo_world(CPU), dtype=torch.float32, quantization="int8")
-    assert decoder is not None
+    decoder = decoder_for(lm, quantization="int8")
     model, rollout = shaped(lm, tmp_path), RolloutConfig(quantization="int8")
-    planned = inference_weight_bytes(model, rollout, stage=0, dtype=torch.float32, device=CPU)
+    planned = planned_bytes(model, rollout, stage=0)
     assert planned == product_bytes(decoder)
 
 
 def test_a_language_model_beside_towers_takes_what_was_planned(tmp_path: Path) -> None:
     lm = tiny_of_type("gemma3")
-    decoder = decoder_of(lm, world=solo_world(CPU), dtype=torch.float32)
-    assert decoder is not None
+    decoder = decoder_for(lm)
     rollout, model = RolloutConfig(), shaped(lm, tmp_path)
-    planned = inference_weight_bytes(model, rollout, stage=0, dtype=torch.float32, device=CPU)
+    planned = planned_bytes(model, rollout, stage=0)
     assert planned == product_bytes(decoder)
-    whole = inference_weight_bytes(model, rollout, stage=3, dtype=torch.float32, device=CPU)
+    whole = planned_bytes(model, rollout, stage=3)
     text = sum(p.numel() for p in lm.model.language_model.parameters())
     assert whole == 4 * (text + lm.lm_head.weight.numel()), "the tied head is packed besides"
 
@@ -88,12 +96,10 @@ def test_a_language_model_beside_towers_takes_what_was_planned(tmp_path: Path) -
 def test_other_dtypes_are_copies_and_keep_logits_in_float32(tmp_path: Path) -> None:
     lm = variant("llama")  # its head is tied
     model, weights, head = shaped(lm, tmp_path), sum(p.numel() for p in lm.parameters()), lm.lm_head.weight.numel()
-    planned = inference_weight_bytes(model, RolloutConfig(), stage=0, dtype=torch.bfloat16, device=CPU)
+    planned = planned_bytes(model, dtype=torch.bfloat16)
     assert planned == 2 * weights + 4 * head
     keep_float32_logits(model.lm, False)
-    assert inference_weight_bytes(model, RolloutConfig(), stage=0, dtype=torch.bfloat16, device=CPU) == 2 * (
-        weights + head
-    )
+    assert planned_bytes(model, dtype=torch.bfloat16) == 2 * (weights + head)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -102,11 +108,8 @@ def test_gpus_share_what_they_do_not_change(quantization: Quantization | None, t
     lm = variant("gemma4 that shares keys")
     model, rollout = shaped(lm, tmp_path), RolloutConfig(quantization=quantization)
     gpu = torch.device("cuda")
-    own, whole = (
-        inference_weight_bytes(model, rollout, stage=stage, dtype=torch.float32, device=gpu) for stage in (2, 3)
-    )
-    decoder = decoder_of(lm, world=solo_world(CPU), dtype=torch.float32, quantization="int8")
-    assert decoder is not None
+    own, whole = (planned_bytes(model, rollout, stage=stage, device=gpu) for stage in (2, 3))
+    decoder = decoder_for(lm, quantization="int8")
     products = [product for layer in decoder._weights.layers for product in layer.products.values()]
     codes = sum(product.outputs * (product.inputs + 4) for product in products)
     trained = {name: p.numel() for name, p in lm.named_parameters()}
@@ -123,5 +126,5 @@ def test_gpus_copy_what_is_not_adjacent_or_is_reordered(name: str, roles: str, t
     lm = variant(name)
     copied = sum(p.numel() for key, p in lm.named_parameters() if key.split(".")[-2] in roles.split())
     model, gpu = shaped(lm, tmp_path), torch.device("cuda")
-    own = inference_weight_bytes(model, RolloutConfig(), stage=2, dtype=torch.float32, device=gpu)
+    own = planned_bytes(model, stage=2, device=gpu)
     assert own == 4 * copied

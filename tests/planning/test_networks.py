@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rlhf.configs.algorithms import GRPOConfig
-from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
-from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves, Surface
 from hybrid_rlhf.planning.device import Cluster
@@ -22,6 +18,7 @@ from hybrid_rlhf.planning.machines import collectives
 from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, modelled_curves, with_usual_link
 from hybrid_rlhf.planning.machines.links import LINK_ACHIEVED, with_measured_link
 from hybrid_rlhf.planning.plans import SAMPLER, StepPlan, flattening
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.placement import placed_at
 from tests.support.ranks import run_ranks
@@ -35,15 +32,10 @@ B70 = ModelDimensions(80, 8192, 8192, 2048, 64, 855_638_016.0, 128256, 70.55e9, 
 
 def grpo(sizes: ModelDimensions, *, prompts: int, n: int, prompt: int, mean: int, most: int) -> RLJob:
     """GRPO with a reference of the actor's size and a reward without a model."""
-    config = RLConfig(
-        algorithm=GRPOConfig(),
-        model=ModelConfig(path="none", gradient_checkpointing=True),
-        reward=RewardSumConfig(components=["reward"]),
-        rollout=RolloutConfig(
-            prompts_per_step=prompts, max_prompt_tokens=prompt, sampling=SamplingParams(max_new_tokens=most, n=n)
-        ),
-        train=LoopConfig(micro_batch_tokens=16384),
-    )
+    line = "--algorithm grpo --model.path none --reward.components [reward] --model.gradient_checkpointing true "
+    line += f"--rollout.prompts_per_step {prompts} --rollout.max_prompt_tokens {prompt} --rollout.sampling.n {n} "
+    line += f"--rollout.sampling.max_new_tokens {most} --train.micro_batch_tokens 16384"
+    config = parse_config(RLConfig, line.split())
     roles = {
         "actor": RoleJob("actor", sizes, None, ZeroConfig(), OptimizerConfig()),
         "reference": RoleJob("reference", replace(sizes, trained=0.0), None, ZeroConfig()),

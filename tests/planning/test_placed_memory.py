@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForSequenceClassification
 
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_main
-from tests.support.steps import write_lines
-from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.support.steps import words, write_lines
+from tests.support.tiny import tiny_model, tiny_scorer, tiny_tokenizer
 
 PROMPT, NEW = 48, 16
 SPLIT = (
@@ -36,8 +36,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # outputs that fill the tiles of packed weights on two ranks too, as those of larger models nearly do
     shape: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 960, "num_hidden_layers": 3, "vocab_size": 4096}
     tiny_model(initializer_range=0.02, **shape).save_pretrained(folder / "model")
-    judge = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1, **shape))
-    judge.save_pretrained(folder / "judge")
+    tiny_scorer(**shape).save_pretrained(folder / "judge")
     for name in ("model", "judge"):
         tiny_tokenizer(None).save_pretrained(folder / name)
     rows = [{"prompt": f"{row:0{PROMPT}}"} for row in range(40)]
@@ -49,28 +48,24 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def phases_of(workspace: Path, output: Path, ranks: int, placement: str, stage: int) -> list[dict[str, Any]]:
     """Planned and measured GiB of two PPO steps, from their report."""
-    line = [
-        *f"--data.sources {workspace}/rows.jsonl --data.cache_dir {workspace}/cache --data.too_long truncate".split(),
-        *f"--model.path {workspace}/model --model.dtype float32 --output_dir {output} --logging.sinks []".split(),
-        *f"--rollout.prompts_per_step 8 --rollout.max_prompt_tokens {PROMPT} --train.max_steps 2".split(),
-        *f"--rollout.sampling.max_new_tokens {NEW} --train.micro_batch_tokens {4 * (PROMPT + NEW)}".split(),
-        *f"--algorithm.mini_batches 1 --actor.zero.stage {stage} --placement".split(),
-        *(placement, "--reward.components", f"[{{model: {workspace}/judge, name: judge}}]"),
-        *(f"--teacher.path {workspace}/model".split() if "teacher" in placement else ()),
-        *(f"--deepspeed_config {workspace}/ds.json".split() if stage else ()),
-    ]
+    line = words(
+        f"--data.sources {workspace}/rows.jsonl --data.cache_dir {workspace}/cache --data.too_long truncate",
+        f"--model.path {workspace}/model --model.dtype float32 --output_dir {output} --logging.sinks []",
+        f"--rollout.prompts_per_step 8 --rollout.max_prompt_tokens {PROMPT} --train.max_steps 2",
+        f"--rollout.sampling.max_new_tokens {NEW} --train.micro_batch_tokens {4 * (PROMPT + NEW)}",
+        f"--teacher.path {workspace}/model" if "teacher" in placement else "",
+        f"--deepspeed_config {workspace}/ds.json" if stage else "",
+        f"--algorithm.mini_batches 1 --actor.zero.stage {stage} --placement",
+        placement,
+        "--reward.components",
+        f"[{{model: {workspace}/judge, name: judge}}]",
+    )
     run_main("tests.distributed.measured", ranks, line)
     found: list[dict[str, Any]] = json.loads((output / "report.json").read_text())["memory"]["phases"]
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("separation", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.faults) for name in [*CASES][1:]),
-    ],
-)
+@pytest.mark.parametrize("name", [slow("separation"), *map(faults, [*CASES][1:])])
 def test_no_rank_holds_more_than_was_planned(name: str, workspace: Path, tmp_path: Path) -> None:
     """By at most 5%; of the ranks that hold the same, the one that takes most."""
     ranks, placement, stage = CASES[name]

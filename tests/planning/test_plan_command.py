@@ -5,33 +5,31 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from hybrid_rlhf.cli.machine import plan
-from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
-from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
-from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import RolePlacements
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.job import RLJob, read_job
+from hybrid_rlhf.planning.machines import stored
 from hybrid_rlhf.planning.machines.stored import load_curves
 from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.step_time import PHASES
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
-from tests.support.placement import machine_file
+from tests.support.commands import CommandLine
+from tests.support.placement import machine, machine_file
 from tests.support.tiny import tiny_config
 
 
@@ -53,32 +51,29 @@ def one_layer(shape: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def printed(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, int]:
-    """What a line prints, and its exit code."""
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", *words])
-    return capsys.readouterr().out, int(stopped.value.code or 0)
+def plan_of(cli: CommandLine, line: str) -> dict[str, Any]:
+    """What a plan prints as JSON."""
+    found: dict[str, Any] = cli(f"plan {line} --json").result
+    return found
 
 
-def test_a_plan_for_another_machine_needs_a_config_alone(one_layer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--base_model", one_layer, "--machine", "h100", "--ranks", "4"]
-    text, code = printed(words, capsys)
+def test_a_plan_for_another_machine_needs_a_config_alone(one_layer: str, cli: CommandLine) -> None:
+    code, text, _ = cli(f"plan --base_model {one_layer} --machine h100 --ranks 4")
     assert code == 0
     assert "memory plan in GiB per rank: 4 x cuda of 77.10" in text
     assert "placement plan in seconds of an RL step: 4 x h100 on 1 host, modelled curves; 256 completions" in text
     for style in ("flattening", "interleaving", "separation", "hybrid"):
         assert f"\n{style} " in text
     assert "fits, and is the fastest" in text and "slower" in text and "best plan: " in text
-    option = shlex.split(text.partition("set it with ")[2].splitlines()[0])
+    option = shlex.split(set_with(text))
     given = parse_config(RLConfig, ["--placement", option[1]]).placement
     assert option[0] == "--rl.placement" and isinstance(given, RolePlacements)
     assert {"actor", "critic"} <= {*given.roles} and all(role.ranks for role in given.roles.values())
 
 
-def test_json_has_plans_with_phases_memory_and_reasons(one_layer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--base_model", one_layer, "--steps", "rl", "--machine", "4090", "--ranks", "4", "--hosts", "2"]
-    text, _ = printed([*words, "--completion_tokens", "100", "--link_gib_per_second", "3", "--json"], capsys)
-    found = json.loads(text)
+def test_json_has_plans_with_phases_memory_and_reasons(one_layer: str, cli: CommandLine) -> None:
+    line = f"--base_model {one_layer} --steps rl --machine 4090 --ranks 4 --hosts 2"
+    found = plan_of(cli, f"{line} --completion_tokens 100 --link_gib_per_second 3")
     assert {each["step"] for each in found["memory"]} == {"rl"}
     rl = found["rl"]
     assert (rl["machine"], rl["source"], rl["ranks"], rl["hosts"]) == ("4090", "modelled", 4, 2)
@@ -92,24 +87,19 @@ def test_json_has_plans_with_phases_memory_and_reasons(one_layer: str, capsys: p
     assert all(each["bytes"] <= 21.6 * 2**30 for each in best["memory_bytes"]) and best["why"]
 
 
-def test_a_teacher_is_planned_as_a_role_and_takes_the_place_of_a_reward_model(
-    one_layer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_teacher_is_planned_as_a_role_and_takes_the_place_of_a_reward_model(one_layer: str, cli: CommandLine) -> None:
     """Catches a teacher that a plan leaves out of the memory, or a reward model that no step would train."""
-    words = f"--base_model {one_layer} --steps rl --machine h100 --ranks 2 --rl.algorithm grpo --json".split()
-    taught = json.loads(printed([*words, "--rl.teacher.path", one_layer, "--rl.algorithm.kl", "null"], capsys)[0])
-    judged = json.loads(printed([*words, "--rl.algorithm.kl", "null"], capsys)[0])
-    assert {"actor", "teacher"} <= {*taught["rl"]["plans"][0]["roles"]} and "model" not in str(taught["rl"]["plans"])
-    assert "teacher" not in str(judged["rl"]["plans"]) and "model" in judged["rl"]["plans"][0]["roles"]
+    line = f"--base_model {one_layer} --steps rl --machine h100 --ranks 2 --rl.algorithm grpo --rl.algorithm.kl null"
+    taught = plan_of(cli, f"{line} --rl.teacher.path {one_layer}")["rl"]["plans"]
+    judged = plan_of(cli, line)["rl"]["plans"]
+    assert {"actor", "teacher"} <= {*taught[0]["roles"]} and "model" not in str(taught)
+    assert "teacher" not in str(judged) and "model" in judged[0]["roles"]
 
 
-def test_candidates_are_listed_fastest_first_with_why_each_lost(
-    one_layer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--base_model", one_layer, "--machine", "h100", "--ranks", "4", "--candidates", "7"]
-    text, _ = printed(words, capsys)
-    assert len(re.findall(r"^  \{actor: \{ranks: .*: [\d.]+% slower", text, re.MULTILINE)) == 7
-    found = json.loads(printed([*words, "--json"], capsys)[0])["rl"]
+def test_candidates_are_listed_fastest_first_with_why_each_lost(one_layer: str, cli: CommandLine) -> None:
+    line = f"--base_model {one_layer} --machine h100 --ranks 4 --candidates 7"
+    assert len(re.findall(r"^  \{actor: \{ranks: .*: [\d.]+% slower", cli(f"plan {line}").out, re.MULTILINE)) == 7
+    found = plan_of(cli, line)["rl"]
     seconds = [plan["step_seconds"] for plan in found["others"]]
     assert len(seconds) == 7 and seconds == sorted(seconds) and seconds[0] >= found["plans"][0]["step_seconds"]
     assert all(plan["why"] for plan in found["others"])
@@ -118,33 +108,29 @@ def test_candidates_are_listed_fastest_first_with_why_each_lost(
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_says_where_and_by_how_much(one_layer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--base_model", one_layer, "--steps", "rl", "--machine", "4090", "--ranks", "1"]
-    long = ["--rl.rollout.max_prompt_tokens", "1500000", "--rl.train.micro_batch_tokens", "3000000"]
-    text, code = printed([*words, *long], capsys)
+def test_what_does_not_fit_says_where_and_by_how_much(one_layer: str, cli: CommandLine) -> None:
+    line = f"plan --base_model {one_layer} --steps rl --machine 4090 --ranks 1"
+    code, text, _ = cli(f"{line} --rl.rollout.max_prompt_tokens 1500000 --rl.train.micro_batch_tokens 3000000")
     assert code == 1 and "does not fit by ranks, ZeRO, offloading and micro-batches alone: rank 0, " in text
     assert "rl does not fit as configured (" in text and " of 21.6 GiB" in text
 
 
 @pytest.mark.faults
-def test_the_tables_agree_where_a_setting_that_no_placement_has_makes_room(
-    shape: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tables_agree_where_a_setting_that_no_placement_has_makes_room(shape: str, cli: CommandLine) -> None:
     """Smaller micro-batches by rows, which the planner does not choose: "does not fit" followed "it fits with"."""
-    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "1"]
-    rows = ["--rl.train.micro_batch_size", "64", "--rl.model.gradient_checkpointing", "false"]
-    text, code = printed([*words, *rows], capsys)
+    line = f"plan --base_model {shape} --steps rl --machine 4090 --ranks 1 --rl.model.gradient_checkpointing false"
+    code, text, _ = cli(f"{line} --rl.train.micro_batch_size 64")
     assert code == 1 and "it fits with --rl.train.micro_batch_size 32" in text
     assert "the plans below have --rl.train.micro_batch_size 32, without which none fits" in text
     below = text.partition("without which none fits")[2]
     assert "\nflattening " in below and "does not fit" not in below
-    again, code = printed([*words, *rows[2:], *set_with(text)], capsys)
+    code, again, _ = cli(f"{line} {set_with(text)}")
     assert code == 0 and row_of(again, "configured") == row_of(text, "flattening")
 
 
-def set_with(text: str) -> list[str]:
+def set_with(text: str) -> str:
     """The options that set the best plan."""
-    return shlex.split(text.partition("set it with ")[2].splitlines()[0])
+    return text.partition("set it with ")[2].splitlines()[0]
 
 
 def row_of(text: str, name: str) -> list[str]:
@@ -154,53 +140,46 @@ def row_of(text: str, name: str) -> list[str]:
 
 
 @pytest.mark.faults
-def test_the_lines_that_are_printed_give_what_they_promise(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lines_that_are_printed_give_what_they_promise(shape: str, cli: CommandLine) -> None:
     """Flattening with the configured micro-batches does not fit; the best plan does, with its line, and the remedy."""
-    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "2"]
-    given = {"--rl.train.micro_batch_tokens": "65536", "--rl.algorithm.mini_batches": "1"}
-
-    def planned(settings: dict[str, str], *more: str) -> tuple[str, int]:
-        return printed([*words, *(word for pair in settings.items() for word in pair), *more], capsys)
-
-    text, code = planned(given)
+    line = f"--base_model {shape} --steps rl --machine 4090 --ranks 2"
+    line += " --rl.train.micro_batch_tokens 65536 --rl.algorithm.mini_batches 1"
+    code, text, _ = cli(f"plan {line}")
     assert code == 1 and "  flattening: does not fit as configured: rank 0, actor training, " in text
     best = re.search(r"rl also fits under the best plan below, (\w+)", text)
     assert best is not None and f"best plan: {best[1]}" in text
-    pasted = set_with(text)
-    assert "--rl.train.micro_batch_tokens" in pasted
-    again, code = planned(given | dict(zip(pasted[::2], pasted[1::2], strict=True)))
+    assert "--rl.train.micro_batch_tokens" in set_with(text)
+    code, again, _ = cli(f"plan {line} {set_with(text)}")
     assert code == 0 and row_of(again, "configured") == row_of(text, best[1])
     remedy = re.search(r"rl does not fit as configured \(.*actor training.*\): it fits with (--rl[^(,\n]*)", text)
     assert remedy is not None
-    pasted = shlex.split(remedy[1])
-    again, code = planned(given | dict(zip(pasted[::2], pasted[1::2], strict=True)))
+    code, again, _ = cli(f"plan {line} {remedy[1]}")
     assert code == 0 and "does not fit as configured" not in again
-    auto, code = planned(given, "--rl.placement", "auto", "--json")
-    found = json.loads(auto)
-    assert code == 0 and found["fits"] and found["rl"]["configured"] is None
+    found = plan_of(cli, f"{line} --rl.placement auto")
+    assert found["fits"] and found["rl"]["configured"] is None
     of_best = [each["bytes"] for each in found["rl"]["plans"][0]["memory_bytes"]]
     assert [each["total"] for each in found["memory"]] == of_best
 
 
-PLACEMENTS = {
-    "null": "flattening",
-    "separation": "separation",
-    "{sampler: {ranks: 3, tensor_parallel: 1}, actor: {ranks: 0-2}}": "hybrid",
-    "{style: separation, critic_copy: {tensor_parallel: 1}}": "separation",
-}
-
-
-@pytest.mark.parametrize("given", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("given", "style"),
+    [
+        ("null", "flattening"),
+        ("separation", "separation"),
+        ("{sampler: {ranks: 3, tensor_parallel: 1}, actor: {ranks: 0-2}}", "hybrid"),
+        ("{style: separation, critic_copy: {tensor_parallel: 1}}", "separation"),
+    ],
+)
 @pytest.mark.faults
-def test_the_configured_placement_is_the_first_row(given: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--base_model", shape, "--steps", "rl", "--machine", "h100", "--ranks", "4", "--rl.placement", given]
-    text, code = printed(words, capsys)
+def test_the_configured_placement_is_the_first_row(given: str, style: str, shape: str, cli: CommandLine) -> None:
+    line = f"--base_model {shape} --steps rl --machine h100 --ranks 4 --rl.placement '{given}'"
+    code, text, _ = cli(f"plan {line}")
     lines = text.splitlines()
     row = next(place for place, line in enumerate(lines) if line.startswith("plan  ")) + 1
-    assert code == 0 and lines[row].startswith("configured ") and lines[row + 1].startswith(f"  {PLACEMENTS[given]}: ")
-    found = json.loads(printed([*words, "--json"], capsys)[0])
+    assert code == 0 and lines[row].startswith("configured ") and lines[row + 1].startswith(f"  {style}: ")
+    found = plan_of(cli, line)
     own = found["rl"]["configured"]
-    assert own["style"] == PLACEMENTS[given] and own["fits"] and own["why"] in lines[row + 1]
+    assert own["style"] == style and own["fits"] and own["why"] in lines[row + 1]
     assert ("step_seconds" in own) == ("critic_copy" not in given), "its time is not predicted"
     ranks = {each["ranks"] for each in found["memory"]}
     apart = {"0-2", "3"} if "0-2" in given else {"0-1", "2-3"}
@@ -209,34 +188,32 @@ def test_the_configured_placement_is_the_first_row(given: str, shape: str, capsy
     assert peaks[0] == pytest.approx(peaks[1])
 
 
-WRONG = {
-    "{sampler: {ranks: 2-3}, actor: {ranks: 0-2}}": "placement.sampler has ranks of its own, got 2 of the actor's too",
-    "{reward: {ranks: 0, tensor_parallel: 2}}": "must divide the 1 rank of the model, got 2: use 1, or more ranks",
-}
-
-
-@pytest.mark.parametrize("given", WRONG)
-def test_a_wrong_placement_is_one_line_of_a_plan(given: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    step = ["--base_model", shape, "--rl.placement", given, "--steps"]
-    lines = [["plan", *step, "rl", "--machine", "h100", "--ranks", "4"]]
-    lines += [["train", *step, "reward,rl", "--launcher.num_processes", "4", "--output_dir", f"{shape}/none"]]
-    for line in lines:
-        with pytest.raises(SystemExit) as stopped:
-            main(line)
-        error = capsys.readouterr().err
-        assert stopped.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
-        assert WRONG[given] in error
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        (
+            "{sampler: {ranks: 2-3}, actor: {ranks: 0-2}}",
+            "placement.sampler has ranks of its own, got 2 of the actor's too",
+        ),
+        (
+            "{reward: {ranks: 0, tensor_parallel: 2}}",
+            "must divide the 1 rank of the model, got 2: use 1, or more ranks",
+        ),
+    ],
+)
+def test_a_wrong_placement_is_one_line_of_a_plan(given: str, rule: str, shape: str, cli: CommandLine) -> None:
+    step = f"--base_model {shape} --rl.placement '{given}' --steps"
+    assert rule in cli.refused(f"plan {step} rl --machine h100 --ranks 4")
+    assert rule in cli.refused(f"train {step} reward,rl --launcher.num_processes 4 --output_dir {shape}/none")
     assert not Path(shape, "none").exists(), "no rank has started"
 
 
 @pytest.mark.faults
-def test_larger_micro_batches_are_planned_where_they_are_faster(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_larger_micro_batches_are_planned_where_they_are_faster(shape: str, cli: CommandLine) -> None:
     """Small products are slow; a number of rows is kept."""
-    words, best = ["--base_model", shape, *"--steps rl --machine h100 --ranks 4 --json".split()], {}
+    line, best = f"--base_model {shape} --steps rl --machine h100 --ranks 4 --rl.train.micro_batch_", {}
     for given in ("tokens 4096", "tokens 16384", "size 4"):
-        key, value = given.split()
-        text, _ = printed([*words, f"--rl.train.micro_batch_{key}", value], capsys)
-        best[given] = json.loads(text)["rl"]["plans"][0]
+        best[given] = plan_of(cli, f"{line}{given}")["rl"]["plans"][0]
     assert best["tokens 4096"]["settings"]["train.micro_batch_tokens"] in (8192, 16384)
     assert "train.micro_batch_tokens" not in best["size 4"]["settings"]
     assert best["tokens 4096"]["step_seconds"] <= 1.01 * best["tokens 16384"]["step_seconds"]
@@ -246,90 +223,78 @@ def test_larger_micro_batches_are_planned_where_they_are_faster(shape: str, caps
     ("step", "kind"), [("sft", SFTConfig), ("reward", RewardConfig), ("preference", PreferenceStepConfig)]
 )
 def test_one_step_is_planned_by_its_own_line(
-    step: str, kind: type, one_layer: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    step: str, kind: type, one_layer: str, cli: CommandLine, tmp_path: Path
 ) -> None:
     """The same numbers as the step has in the pipeline."""
-    machine = ["--machine", "4090", "--ranks", "2", "--json"]
-    own = ["--data.max_length", "300", "--zero.stage", "2", "--model.path", one_layer]
-    text, code = printed([step, *own, *machine], capsys)
-    inside = ["--base_model", one_layer, *(f"--{step}.{word[2:]}" if word.startswith("--") else word for word in own)]
-    whole, _ = printed([*inside, "--steps", step, *machine], capsys)
-    assert code == 0 and json.loads(text)["rl"] is None
-    assert json.loads(text)["memory"] == json.loads(whole)["memory"] != []
+    machine = "--machine 4090 --ranks 2"
+    own = f"--data.max_length 300 --zero.stage 2 --model.path {one_layer}"
+    found = plan_of(cli, f"{step} {own} {machine}")
+    inside = own.replace("--", f"--{step}.")
+    whole = plan_of(cli, f"--base_model {one_layer} {inside} --steps {step} {machine}")
+    assert found["rl"] is None and found["memory"] == whole["memory"] != []
     file = tmp_path / "step.yaml"
-    save_config(parse_config(kind, own), file)
-    guessed, _ = printed(["--config", str(file), *machine], capsys)
-    assert json.loads(guessed) == json.loads(text), "the keys of a whole file say which step it is"
+    save_config(parse_config(kind, own.split()), file)
+    guessed = plan_of(cli, f"--config {file} {machine}")
+    assert guessed == found, "the keys of a whole file say which step it is"
 
 
-def test_a_section_of_the_launcher_is_an_option_of_the_plan(one_layer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["sft", "--model.path", one_layer, "--zero.stage", "2", "--json"]
-    section, _ = printed([*own, "--launcher", "{num_processes: 2}"], capsys)
-    key, _ = printed([*own, "--launcher.num_processes", "2"], capsys)
-    assert json.loads(section) == json.loads(key) != json.loads(printed(own, capsys)[0])
+def test_a_section_of_the_launcher_is_an_option_of_the_plan(one_layer: str, cli: CommandLine) -> None:
+    own = f"sft --model.path {one_layer} --zero.stage 2"
+    section = plan_of(cli, f"{own} --launcher '{{num_processes: 2}}'")
+    assert section == plan_of(cli, f"{own} --launcher.num_processes 2") != plan_of(cli, own)
 
 
-def test_a_step_that_does_not_fit_is_advised_in_its_own_keys(
-    one_layer: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    words = ["sft", "--model.path", one_layer, "--machine"]
-    (phase,) = json.loads(printed([*words, "h100", "--json"], capsys)[0])["memory"]
+def test_a_step_that_does_not_fit_is_advised_in_its_own_keys(one_layer: str, cli: CommandLine, tmp_path: Path) -> None:
+    line = f"sft --model.path {one_layer} --machine"
+    (phase,) = plan_of(cli, f"{line} h100")["memory"]
     device_gib = GPU_RESERVE_GIB + 0.95 * phase["total"] / 2**30
-    text, code = printed([*words, machine_file(tmp_path, device_gib=device_gib)], capsys)
-    assert (
-        code == 1 and "sft does not fit as configured (SFT training): it fits with --" in text and "--sft." not in text
-    )
-
-
-def test_a_file_of_several_steps_needs_the_name_of_one(
-    shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file = tmp_path / "step.yaml"
-    file.write_text(f"model: {{path: {shape}}}\n")
-    with pytest.raises(SystemExit) as stopped:
-        plan.main(["--config", str(file)])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and f"hybrid-rlhf plan sft --config {file}" in error and error.count("\n") == 1
-    with pytest.raises(SystemExit):
-        plan.main(["reward", "--optimizer.lr", "1e-5"])
-    assert "a plan of reward needs a model" in capsys.readouterr().err
+    code, text, _ = cli(f"plan {line} {machine_file(tmp_path, device_gib=device_gib)}")
+    assert code == 1 and "sft does not fit as configured (SFT training): it fits with --" in text
+    assert "--sft." not in text
 
 
 def test_without_curves_the_memory_is_planned_alone(
-    one_layer: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    one_layer: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("hybrid_rlhf.runtime.files.reading.CACHE", str(tmp_path))
-    text, code = printed(["--base_model", one_layer], capsys)
+    code, text, _ = cli(f"plan --base_model {one_layer}")
     assert code == 0 and "actor training" in text
     assert text.splitlines()[-1].startswith("times are not predicted: run hybrid-rlhf calibrate first")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("line", "message"),
     [
-        ("--machine h1000", "--machine must be this (the local machine), b200, h200, h100, "),
-        ("--machine h100 --ranks 3 --hosts 2", "ranks must divide into equal hosts, got 3 ranks and 2 hosts"),
-        ("--machine nosuch.yaml", "--machine must name a data sheet, nosuch.yaml does not exist"),
-        ("--ranks 0", "ranks must be 1 or more, got 0"),
-        ("--data.sources nosuch.jsonl", "error: step sft: a data source must be a file, a folder or a hub"),
+        ("--base_model {shape} --machine h1000", "--machine must be this (the local machine), b200, h200, h100, "),
+        (
+            "--base_model {shape} --machine h100 --ranks 3 --hosts 2",
+            "ranks must divide into equal hosts, got 3 ranks and 2 hosts",
+        ),
+        (
+            "--base_model {shape} --machine nosuch.yaml",
+            "--machine must name a data sheet, nosuch.yaml does not exist",
+        ),
+        ("--base_model {shape} --ranks 0", "ranks must be 1 or more, got 0"),
+        (
+            "--base_model {shape} --data.sources nosuch.jsonl",
+            "error: step sft: a data source must be a file, a folder or a hub",
+        ),
+        ("--config {file}", "hybrid-rlhf plan sft --config "),
+        ("reward --optimizer.lr 1e-5", "a plan of reward needs a model"),
     ],
 )
-def test_a_wrong_line_is_one_line(words: str, message: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        plan.main(["--base_model", shape, *words.split()])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
+def test_a_wrong_line_is_one_line(line: str, message: str, shape: str, cli: CommandLine, tmp_path: Path) -> None:
+    """Also the file of a step that has the keys of several."""
+    file = tmp_path / "step.yaml"
+    file.write_text(f"model: {{path: {shape}}}\n")
+    assert message in cli.refused(f"plan {line.format(shape=shape, file=file)}")
 
 
 @pytest.fixture
 def job(shape: str) -> RLJob:
     """PPO on GPUs."""
-    config = RLConfig(
-        model=ModelConfig(path=shape),
-        reward=RewardSumConfig(components=[shape]),
-        rollout=RolloutConfig(kv_cache_gib=1.0),
-    )
-    return read_job(config, torch.device("cuda"))
+    line = f"--model.path {shape} --reward.components [{shape}] --rollout.kv_cache_gib 1"
+    return read_job(parse_config(RLConfig, line.split()), torch.device("cuda"))
 
 
 def memory_of(
@@ -377,12 +342,11 @@ def test_training_ranks_that_sample_need_the_memory_of_both(job: RLJob) -> None:
 
 @pytest.mark.slow
 def test_calibrate_measures_once_and_plan_reads_it(
-    shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shape: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("hybrid_rlhf.runtime.files.reading.CACHE", str(tmp_path))
-    words = ["calibrate", "--quick", "true", "--ranks", "2"]
-    main(words)
-    assert "measured in" in capsys.readouterr().out
+    line = "calibrate --quick true --ranks 2"
+    assert "measured in" in cli(line).out
     curves = load_curves()
     assert curves is not None and curves.source == "measured" and curves.ranks_per_host == 2
     assert curves.collective("all_reduce", ranks=2, size_bytes=2**18, hosts=1) > 1e-6
@@ -390,47 +354,36 @@ def test_calibrate_measures_once_and_plan_reads_it(
     # differences of times, which other work on the machine may hide
     assert 1e-4 < curves.loop(1000) < 10
     assert curves.layer(4096) > 0 and curves.decode_step(2) > 0 and min(curves.calls.values()) >= 0
-    main(words)
-    assert "this machine is measured" in capsys.readouterr().out
-    text, _ = printed(["--base_model", shape, "--steps", "rl", "--ranks", "2"], capsys)
-    assert "2 x this CPU on 1 host, measured curves" in text
+    assert "this machine is measured" in cli(line).out
+    assert "2 x this CPU on 1 host, measured curves" in cli(f"plan --base_model {shape} --steps rl --ranks 2").out
 
 
 def test_calibrate_measures_again_what_is_older(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from hybrid_rlhf.planning.machines import stored
-    from tests.support.placement import machine
-
     path = stored.save_curves(machine(), 2, str(tmp_path))
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "key": {**content["key"], "torch": "1.0"}}))
     monkeypatch.setattr(
         "hybrid_rlhf.planning.machines.calibration.calibrate", lambda ranks, **given: machine(bandwidth=2e9)
     )
-    main(["calibrate", "--ranks", "2", "--cache_dir", str(tmp_path)])
-    assert "differs in torch (1.0 instead of" in capsys.readouterr().out
+    assert "differs in torch (1.0 instead of" in cli(f"calibrate --ranks 2 --cache_dir {tmp_path}").out
     assert stored.read_curves(path) == machine(bandwidth=2e9)
 
 
 def test_calibrate_adds_the_link_between_hosts_to_what_is_stored(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """tests/hosts measures a real one."""
-    from hybrid_rlhf.planning.machines import stored
-    from tests.support.placement import machine
-
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     times = {kind: [[2.0, 256.0, 0.02], [2.0, 2.0**24, 0.3]] for kind in kinds}
     transfers = {"transfer": [[1.0, 256.0, 0.04], [1.0, 2.0**24, 0.2]]}
     monkeypatch.setattr("hybrid_rlhf.cli.machine.link.measure_link", lambda hostfile, folder: times | transfers)
     path = stored.save_curves(machine(), 2, str(tmp_path))
-    words = ["calibrate", "--ranks", "2", "--cache_dir", str(tmp_path)]
-    main([*words, "--hostfile", "hosts", "--json"])
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"]
+    line = f"calibrate --ranks 2 --cache_dir {tmp_path}"
+    assert cli(f"{line} --hostfile hosts --json").result["measured"]
     curves = stored.read_curves(path)
     assert (curves.link_source, curves.products) == ("measured", machine().products)
     assert curves.collective("all_gather", ranks=2, size_bytes=64, hosts=2) == pytest.approx(0.02)
-    main(words)
-    assert "this machine is measured" in capsys.readouterr().out
+    assert "this machine is measured" in cli(line).out
     assert stored.read_curves(path) == curves, "without a hostfile the link stays"

@@ -11,26 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.configs.algorithms import GRPOConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
-from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import LoopConfig
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.dotted_keys import Settings, with_settings
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.phase_memory import PhaseMemory
 from hybrid_rlhf.planning.remedies import group_sizes, nearest, remedies
+from hybrid_rlhf.runtime.command_line import parse_config
 
 GIB = 2.0**30
-CONFIG = RLConfig(
-    algorithm=GRPOConfig(),
-    model=ModelConfig(path="none"),
-    reward=RewardSumConfig(components=["reward"]),
-    rollout=RolloutConfig(sampling=SamplingParams(n=4, max_new_tokens=1024), kv_cache_gib=0.5),
-    train=LoopConfig(micro_batch_tokens=512),
+CONFIG = parse_config(
+    RLConfig,
+    "--algorithm grpo --model.path none --reward.components [reward] --rollout.sampling.n 4 "
+    "--rollout.sampling.max_new_tokens 1024 --rollout.kv_cache_gib 0.5 --train.micro_batch_tokens 512".split(),
 )
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import yaml
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import read_placement
 from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
@@ -24,6 +23,7 @@ from hybrid_rlhf.rl.roles.placing import log_placement
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.placement import READS_ACTOR, Placement, placed_roles, resolve_placement
 from hybrid_rlhf.runtime.world import World
+from tests.support.errors import user_error
 
 GPU = torch.device("cuda", 0)
 PLENTY = 2.0**50
@@ -123,7 +123,7 @@ def test_a_named_placement_is_refused_at_start_and_a_run_without_one_is_warned(
     let_a_gpu_have(PLENTY, monkeypatch)
     require_room(named, placed(named, 1), gpu)
     let_a_gpu_have(0.9 * max(needed(named, 1).values()), monkeypatch)
-    with pytest.raises(UserError, match="placement flattening must fit into memory"):
+    with user_error("placement flattening must fit into memory"):
         require_room(named, placed(named, 1), gpu)
     require_room(named, placed(named, 1), cpu)
     assert not log_lines

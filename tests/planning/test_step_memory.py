@@ -13,17 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_rlhf.cli.machine.plan import planned_phases
 from hybrid_rlhf.cli.train import step_config
-from hybrid_rlhf.configs.algorithms import PPOConfig
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import PlanConfig
-from hybrid_rlhf.configs.rl import ActorConfig, CriticConfig, RewardSumConfig, RLConfig
-from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
-from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
-from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
-from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import LoopConfig, MicroBatches, OptimizerConfig, TrainConfig, ZeroConfig
-from hybrid_rlhf.configs.sft import DistillConfig, SFTConfig, SFTDataConfig
+from hybrid_rlhf.configs.sections.training import MicroBatches, ZeroConfig
+from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.functional.distillation import DistillationRule
@@ -44,38 +39,39 @@ from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective
+from tests.support.errors import user_error
 from tests.support.marks import faults, slow
 from tests.support.model_types import tiny_of_type
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CPU = Device(torch.device("cpu"), 1, 64 * 2**30)
-ADAMW = OptimizerConfig(lr=1e-5, warmup_fraction=0.0)
-MUON = replace(ADAMW, name="muon", max_grad_norm=0.0)
-SFT: dict[str, dict[str, Any]] = {
-    "activations on the host": {"checkpointing": True, "offload": True},
-    "4 bits": {"lora": 8, "quantization": "nf4"},
-    "zero 3": {"stage": 3},
-    "bfloat16, zero 2": {"dtype": "bfloat16", "stage": 2, "length": 16},
-    "bfloat16, zero 2, muon": {"dtype": "bfloat16", "stage": 2, "length": 16, "optimizer": MUON},
-    "zero 3, muon": {"stage": 3, "length": 16, "optimizer": MUON},
-    "muon": {"length": 16, "optimizer": MUON},
-    "bfloat16, muon": {"dtype": "bfloat16", "length": 16, "optimizer": MUON},
-    "zero 1, muon": {"stage": 1, "length": 16, "optimizer": MUON},
-    "plain": {},
-    "checkpointing": {"checkpointing": True},
-    "lora": {"lora": 8},
-    "zero 2": {"stage": 2},
+LEARNS = "optimizer.lr 1e-5", "optimizer.warmup_fraction 0"
+MUON = "--optimizer.name muon --optimizer.max_grad_norm 0"
+SFT = {
+    "activations on the host": "--model.gradient_checkpointing true --model.activation_offload true",
+    "4 bits": "--lora.rank 8 --model.quantization nf4",
+    "zero 3": "--zero.stage 3",
+    "bfloat16, zero 2": "--model.dtype bfloat16 --zero.stage 2",
+    "bfloat16, zero 2, muon": f"--model.dtype bfloat16 --zero.stage 2 {MUON}",
+    "zero 3, muon": f"--zero.stage 3 {MUON}",
+    "muon": MUON,
+    "bfloat16, muon": f"--model.dtype bfloat16 {MUON}",
+    "zero 1, muon": f"--zero.stage 1 {MUON}",
+    "plain": "",
+    "checkpointing": "--model.gradient_checkpointing true",
+    "lora": "--lora.rank 8",
+    "zero 2": "--zero.stage 2",
 }
 MORE_SFT = ("plain", "checkpointing", "lora", "zero 2", "bfloat16, zero 2, muon", "bfloat16, muon", "muon")
 """Which the others, distillation and PPO have in them."""
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
-PPO_CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "one base, frozen on the host": {"lora": 8, "shared": True},
-    "4 bits": {"lora": 8, "quantization": "nf4"},
-    "zero 3, lora": {"stage": 3, "lora": 8},
-    "zero 2, checkpointing": {"stage": 2, "checkpointing": True},
+PPO_CASES = {
+    "plain": "",
+    "one base, frozen on the host": "--actor.lora.rank 8 --critic.share_base true --rollout.offload_frozen true",
+    "4 bits": "--actor.lora.rank 8 --model.quantization nf4",
+    "zero 3, lora": "--actor.zero.stage 3 --actor.lora.rank 8",
+    "zero 2, checkpointing": "--actor.zero.stage 2 --model.gradient_checkpointing true",
 }
 
 
@@ -89,26 +85,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "model")
 
 
-def sections(settings: dict[str, Any], model: str) -> dict[str, Any]:
-    lora = LoraConfig(rank=settings["lora"]) if settings.get("lora") else None
-    zero = ZeroConfig(stage=settings.get("stage", 0))
-    return {
-        "model": ModelConfig(
-            path=model,
-            gradient_checkpointing=settings.get("checkpointing", False),
-            activation_offload=settings.get("offload", False),
-            dtype=settings.get("dtype", "auto"),
-            quantization=settings.get("quantization"),
-        ),
-        "trained": {"lora": lora, "zero": zero, "optimizer": settings.get("optimizer", ADAMW)},
-        "deepspeed_config": str(Path(model).parent / "ds.json") if settings.get("stage") else None,
-    }
+def config_of(kind: Any, model: str, more: str) -> Any:
+    """A config from its line, with small buckets of DeepSpeed where ZeRO shards."""
+    line = f"--model.path {model} {more}"
+    if ".stage" in line:
+        line += f" --deepspeed_config {Path(model).parent}/ds.json"
+    return parse_config(kind, line.split())
 
 
-def sft(model: ModelConfig, length: int, *, rows: int = 4, **more: Any) -> SFTConfig:
+def sft(model: str, more: str, length: int, *, rows: int = 4) -> SFTConfig:
     """SFT with so many rows of a length in a micro-batch."""
-    train = TrainConfig(global_batch_size=8, micro_batch_tokens=rows * length)
-    return SFTConfig(model=model, data=SFTDataConfig(max_length=length), train=train, **more)
+    line = " ".join(f"--{setting}" for setting in LEARNS)
+    line += f" --train.global_batch_size 8 --data.max_length {length} --train.micro_batch_tokens {rows * length}"
+    config: SFTConfig = config_of(SFTConfig, model, f"{line} {more}")
+    return config
+
+
+def ppo(model: str, more: str) -> RLConfig:
+    """PPO with a reward model of that size."""
+    line = " ".join(f"--{role}.{setting}" for role in ("actor", "critic") for setting in LEARNS)
+    config: RLConfig = config_of(RLConfig, model, f"{line} --reward.components [{model}] {more}")
+    return config
 
 
 def spec(role: Any, model: str, config: Any, section: Any) -> EngineSpec:
@@ -150,8 +147,8 @@ def peak_of_sft(model: str, config: SFTConfig, length: int, world: World) -> flo
 
 @pytest.mark.parametrize("name", [faults(name) if name in MORE_SFT else name for name in SFT])
 def test_sft_training_holds_what_was_planned(name: str, model: str, world: World) -> None:
-    parts, length = sections(SFT[name], model), SFT[name].get("length", 96)
-    config = sft(parts["model"], length, deepspeed_config=parts["deepspeed_config"], **parts["trained"])
+    length = 16 if "muon" in name or "bfloat16" in name else 96
+    config = sft(model, SFT[name], length)
     (phase,) = Planner(CPU).phases(config)
     near(phase, peak_of_sft(model, config, length, world))
 
@@ -171,7 +168,7 @@ def test_experts_and_latent_attention_hold_what_was_planned(
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128}
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes, **heads, **settings))
     lm.save_pretrained(tmp_path)
-    config = sft(ModelConfig(path=str(tmp_path), dtype="float32"), 96)
+    config = sft(str(tmp_path), "--model.dtype float32", 96)
     (phase,) = Planner(CPU).phases(config)
     near(phase, peak_of_sft(str(tmp_path), config, 96, world))
 
@@ -208,7 +205,7 @@ def test_layers_of_a_mixture_are_alike_from_its_first_experts(tmp_path: Path) ->
 def test_a_forward_that_reads_values_is_one_line(tmp_path: Path) -> None:
     tiny_of_type("bart").save_pretrained(tmp_path)
     config = SFTConfig(model=ModelConfig(path=str(tmp_path)))
-    with pytest.raises(UserError, match=r"runs the model on shapes alone, BartForCausalLM fails there \(.*\): leave"):
+    with user_error(r"runs the model on shapes alone, BartForCausalLM fails there \(.*\): leave"):
         Planner(CPU).phases(config)
 
 
@@ -217,7 +214,7 @@ def test_types_with_padded_rows_are_planned(model_type: str, tmp_path: Path) -> 
     tiny_of_type(model_type).save_pretrained(tmp_path / "model")
 
     def planned(rows: int) -> float:
-        (phase,) = Planner(CPU).phases(sft(ModelConfig(path=str(tmp_path / "model")), 64, rows=rows))
+        (phase,) = Planner(CPU).phases(sft(str(tmp_path / "model"), "", 64, rows=rows))
         return phase.total
 
     assert planned(1) < planned(2) < planned(4)
@@ -225,9 +222,8 @@ def test_types_with_padded_rows_are_planned(model_type: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["plain", faults("lora")])
 def test_distillation_holds_no_more_than_was_planned(name: str, model: str, world: World) -> None:
-    parts = sections(SFT[name], model)
-    distill = DistillConfig(teacher=model, divergence="jensen_shannon")
-    config = sft(parts["model"], 96, distill=distill, **parts["trained"])
+    distill = f"--distill.teacher {model} --distill.divergence jensen_shannon"
+    config = sft(model, f"{distill} {SFT[name]}", 96)
     (phase,) = Planner(CPU).phases(config)
     counter = LiveBytes("cpu")
     with counter:
@@ -250,14 +246,8 @@ def test_distillation_holds_no_more_than_was_planned(name: str, model: str, worl
 
 
 def test_answers_for_distillation_hold_what_was_planned(model: str, world: World) -> None:
-    parts = sections({}, model)
-    config = SFTConfig(
-        distill=DistillConfig(teacher=model, on_policy_fraction=1.0, sampling=SamplingParams(max_new_tokens=8)),
-        model=parts["model"],
-        data=SFTDataConfig(max_length=56),
-        train=TrainConfig(global_batch_size=8),
-        **parts["trained"],
-    )
+    distill = f"--distill.teacher {model} --distill.on_policy_fraction 1 --distill.sampling.max_new_tokens 8"
+    config = sft(model, f"{distill} --train.micro_batch_tokens 8192", 56)
     generation, training = Planner(CPU).phases(config)
     assert (generation.name, training.name) == ("generation", "SFT training")
     counter = LiveBytes("cpu")
@@ -282,24 +272,13 @@ def test_answers_for_distillation_hold_what_was_planned(model: str, world: World
 
 @pytest.mark.parametrize("name", [*[*PPO_CASES][:1], slow([*PPO_CASES][1]), *map(faults, [*PPO_CASES][2:])])
 def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None:
-    given = sections(PPO_CASES[name], model)
-    shared = PPO_CASES[name].get("shared", False)
-    rollout = RolloutConfig(
-        prompts_per_step=8, max_prompt_tokens=48, sampling=SamplingParams(max_new_tokens=8), offload_frozen=shared
+    config = ppo(
+        model,
+        "--rollout.prompts_per_step 8 --rollout.max_prompt_tokens 48 --rollout.sampling.max_new_tokens 8 "
+        f"--train.micro_batch_tokens 240 --algorithm.mini_batches 1 {PPO_CASES[name]}",
     )
-    role = ActorConfig(**given["trained"])
-    critic_role = CriticConfig(optimizer=given["trained"]["optimizer"], share_base=shared)
+    role, rollout, shared = config.actor, config.rollout, "share_base" in PPO_CASES[name]
     frozen = ZeroConfig(stage=3) if role.zero.stage == 3 else ZeroConfig()
-    config = RLConfig(
-        model=given["model"],
-        actor=role,
-        critic=critic_role,
-        reward=RewardSumConfig(components=[model]),
-        rollout=rollout,
-        train=LoopConfig(micro_batch_tokens=240),
-        deepspeed_config=given["deepspeed_config"],
-        algorithm=PPOConfig(mini_batches=1),
-    )
     planned = {phase.name: phase for phase in Planner(CPU).phases(config)}
     counter = LiveBytes("cpu")
     measured: dict[str, float] = {}
@@ -354,19 +333,11 @@ def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None
 
 def test_rollouts_ahead_take_a_copy_each_and_one_cache(model: str) -> None:
     def totals(staleness: int) -> dict[str, float]:
-        rollout = RolloutConfig(
-            max_prompt_tokens=32,
-            sampling=SamplingParams(max_new_tokens=32),
-            prompts_per_step=4,
-            kv_cache_gib=1.0,
-            async_sampling=AsyncSamplingConfig(policy_lag=staleness) if staleness else None,
-        )
-        config = RLConfig(
-            model=ModelConfig(path=model, dtype="float32"),
-            reward=RewardSumConfig(components=[model]),
-            rollout=rollout,
-            algorithm=PPOConfig(correction=CorrectionConfig()),
-        )
+        line = "--model.dtype float32 --rollout.max_prompt_tokens 32 --rollout.sampling.max_new_tokens 32 "
+        line += "--rollout.prompts_per_step 4 --rollout.kv_cache_gib 1 --algorithm.correction {}"
+        if staleness:
+            line += f" --rollout.async_sampling.policy_lag {staleness}"
+        config = ppo(model, line)
         return {phase.name: phase.total for phase in Planner(CPU).phases(config)}
 
     none, one, two = map(totals, (0, 1, 2))
@@ -382,42 +353,41 @@ def test_rollouts_ahead_take_a_copy_each_and_one_cache(model: str) -> None:
 @pytest.fixture
 def one_layer(model: str, tmp_path: Path) -> str:
     """The config of the model with one layer, whose memory is measured six times as fast."""
-    config = AutoConfig.from_pretrained(model, num_hidden_layers=1)
-    config.save_pretrained(tmp_path / "one")
-    return str(tmp_path / "one")
+    AutoConfig.from_pretrained(model, num_hidden_layers=1).save_pretrained(tmp_path)
+    return str(tmp_path)
 
 
 def test_a_step_is_planned_on_the_model_that_it_will_start_from(one_layer: str, tmp_path: Path) -> None:
     """What SFT starts from goes through all steps; without SFT they start from the base."""
 
-    def planned(*line: str) -> dict[str, list[tuple[str, float]]]:
-        config = parse_config(PlanConfig, ["--output_dir", str(tmp_path / "out"), *line])
+    def planned(line: str) -> dict[str, list[tuple[str, float]]]:
+        config = parse_config(PlanConfig, f"--output_dir {tmp_path}/out {line}".split())
         steps = {name: step_config(name, config) for name in config.step_names}
         _, phases = planned_phases(config, steps, CPU)
         return {name: [(phase.title, phase.total) for phase in phases[name]] for name in steps}
 
-    whole = planned("--base_model", one_layer)
+    whole = planned(f"--base_model {one_layer}")
     assert {*whole} == {"sft", "reward", "rl"}
-    assert planned("--base_model", "absent/x", "--sft.model.path", one_layer) == whole
-    assert planned("--sft.model.path", one_layer) == whole
-    without = planned("--base_model", one_layer, "--steps", "reward,rl")
+    assert planned(f"--base_model absent/x --sft.model.path {one_layer}") == whole
+    assert planned(f"--sft.model.path {one_layer}") == whole
+    without = planned(f"--base_model {one_layer} --steps reward,rl")
     assert without == {name: whole[name] for name in ("reward", "rl")}
 
 
 @pytest.mark.parametrize("finished", ["alike", "other", None])
 def test_only_a_model_that_train_keeps_is_planned_in_place_of_the_base(
-    finished: str | None, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: str | None, model: str, tmp_path: Path
 ) -> None:
     """Another run's, which may be of another size, is no model of this one."""
-    line = ["--base_model", model, "--output_dir", str(tmp_path / "out"), "--steps", "sft,reward"]
-    config = parse_config(PlanConfig, line)
-    step = step_config("sft", config)
+    line = f"--base_model {model} --output_dir {tmp_path}/out --steps sft,reward"
+    config = parse_config(PlanConfig, line.split())
+    steps = {name: step_config(name, config) for name in ("sft", "reward")}
+    step = steps["sft"]
 
     def planned() -> dict[str, float]:
         _, phases = planned_phases(config, {**steps}, Device(torch.device("cpu"), 1, 2.0**40))
         return {phase.title: phase.need.weights for phase in phases["reward"]}
 
-    steps = {name: step_config(name, config) for name in ("sft", "reward")}
     before = planned()
     folder = Path(step.output_dir)
     folder.mkdir(parents=True)
@@ -427,4 +397,3 @@ def test_only_a_model_that_train_keeps_is_planned_in_place_of_the_base(
     if finished is not None:
         (folder / "finished.json").write_text("{}")
     assert (planned() == before) == (finished != "alike")
-    capsys.readouterr()

@@ -31,12 +31,13 @@ from tests.support.documents import undocumented_metrics
 from tests.support.ranks import run_main
 from tests.support.runs import ROOT
 from tests.support.shapes import PUBLISHED, write_shape
-from tests.support.steps import write_lines
-from tests.support.tiny import VOCABULARY, tiny_tokenizer
+from tests.support.steps import read_rows, write_lines
+from tests.support.tiny import VOCABULARY, save_tiny
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FIELDS = ("machine", "plan", "memory", "time", "start", "expect", "source")
 each_recipe = pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+GRPO = "qwen2.5-0.5b-grpo"
 RUN = ("qwen2.5-0.5b-sft-dpo", "llama-3-8b-ppo")
 """Recipes that CI runs and plans beside the one that `make test` plans; `make faults` has all."""
 ON_TWO_RANKS = ("llama-3.1-8b-sft-32k", "llama-3.1-70b-grpo-lora")
@@ -63,8 +64,7 @@ def write_tiny(name: str, folder: Path) -> str:
     """A folder with a tiny random model of a published model's family, and a tokenizer of bytes."""
     sizes = {key: _TINY.get(key, value) for key, value in PUBLISHED[name].items()}
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **_TOKENS})).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    save_tiny(folder, AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **_TOKENS})))
     return str(folder)
 
 
@@ -134,24 +134,17 @@ def run_folder(file: Path) -> str:
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param(
-            file,
-            marks=()
-            if file.stem == "qwen2.5-0.5b-grpo"
-            else pytest.mark.slow
-            if file.stem in RUN
-            else pytest.mark.faults,
-            id=file.stem,
-        )
+        pytest.param(file, marks={GRPO: (), **dict.fromkeys(RUN, pytest.mark.slow)}.get(file.stem, pytest.mark.faults))
         for file in RECIPES
     ],
+    ids=lambda file: file.stem,
 )
 def test_a_recipe_fits_its_machine(file: Path, tmp_path: Path, pair_rows: Path) -> None:
     keys = tmp_path / "recipe.yaml"
     keys.write_text(yaml.safe_dump(pipeline_keys(file, tmp_path, write_shape)))
     given = dict(re.findall(r"--(machine|ranks) ([\w-]+)", header(file)["plan"]))
-    words = ["--config", str(keys), "--machine", given["machine"], "--ranks", given["ranks"], *source_words(pair_rows)]
-    config, steps = train.pipeline(PlanConfig, words)
+    line = f"--config {keys} --machine {given['machine']} --ranks {given['ranks']}".split()
+    config, steps = train.pipeline(PlanConfig, [*line, *source_words(pair_rows)])
     planner, planned = plan.planned_phases(config, steps, plan.planned_machine(config)[1])
     phases = [phase for of_step in planned.values() for phase in of_step]
     assert all(phase.fits for phase in phases), phases
@@ -167,7 +160,7 @@ def test_a_recipe_fits_its_machine(file: Path, tmp_path: Path, pair_rows: Path) 
 )
 def test_a_recipe_runs(file: Path, tmp_path: Path, pair_rows: Path, world: Any) -> None:
     rows = tmp_path / "rows.jsonl"
-    parsed = map(json.loads, pair_rows.read_text().splitlines())
+    parsed = read_rows(pair_rows)
     write_lines(rows, ({**row, "answer": row["chosen"]} for row in parsed))
     keys = tmp_path / "recipe.yaml"
     keys.write_text(yaml.safe_dump(pipeline_keys(file, tmp_path / "models", write_tiny)))
@@ -183,7 +176,7 @@ def test_a_recipe_runs(file: Path, tmp_path: Path, pair_rows: Path, world: Any) 
         else:
             run_main(f"hybrid_rlhf.cli.{name}", ranks, line)
         folder = Path(step.output_dir)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_rows(folder / "metrics.jsonl")
         assert [line["step"] for line in lines][-2:] == [1, 2]
         assert list(folder.rglob("model.safetensors"))
         assert undocumented_metrics({metric for line in lines for metric in line}) == set()
@@ -196,30 +189,22 @@ def source_words(rows: Path) -> list[str]:
 
 def small_words(config: PipelineConfig, rows: Path, folder: Path, ranks: int) -> list[str]:
     """Options that make two short steps of each step of a recipe, on so many ranks."""
-    words = ["--output_dir", str(folder / "output"), *source_words(rows)]
-    for name in STEP_NAMES:
-        words += [f"--{name}.data.cache_dir", str(folder / "cache")]
-        words += [f"--{name}.train.max_steps", "2", f"--{name}.data.max_eval_rows", "4"]
-        words += [f"--{name}.logging.sinks", "[]"]
-        if name in config.step_names:
-            words += [f"--{name}.output_dir", str(folder / "output" / name)]
-        if name != "rl":
-            words += [f"--{name}.train.global_batch_size", "4", f"--{name}.data.max_length", "96"]
     n = min(config.rl.rollout.sampling.n, 4)
-    words += [
-        "--rl.rollout.prompts_per_step",
-        "4",
-        "--rl.rollout.sampling.n",
-        str(n),
-        "--rl.algorithm.mini_batches",
-        "2",
-    ]
-    words += ["--rl.rollout.sampling.max_new_tokens", "12", "--rl.rollout.max_prompt_tokens", "300"]
+    line = f"--output_dir {folder}/output --rl.rollout.prompts_per_step 4 --rl.rollout.sampling.n {n} "
+    line += "--rl.algorithm.mini_batches 2 --rl.rollout.sampling.max_new_tokens 12 --rl.rollout.max_prompt_tokens 300 "
+    line += f"--rl.rollout.tensor_parallel {ranks} --rl.rollout.kv_cache_gib 0.1"
+    for name in STEP_NAMES:
+        line += f" --{name}.data.cache_dir {folder}/cache --{name}.train.max_steps 2 --{name}.data.max_eval_rows 4"
+        line += f" --{name}.logging.sinks []"
+        if name in config.step_names:
+            line += f" --{name}.output_dir {folder}/output/{name}"
+        if name != "rl":
+            line += f" --{name}.train.global_batch_size 4 --{name}.data.max_length 96"
     if config.rl.environment is not None:
-        words += ["--rl.environment.max_turn_tokens", "4"]
+        line += " --rl.environment.max_turn_tokens 4"
     if config.sft.model.sequence_parallel > 1:
-        words += ["--sft.model.sequence_parallel", str(ranks)]
-    return [*words, "--rl.rollout.tensor_parallel", str(ranks), "--rl.rollout.kv_cache_gib", "0.1"]
+        line += f" --sft.model.sequence_parallel {ranks}"
+    return [*line.split(), *source_words(rows)]
 
 
 def test_the_verified_reward_compares_the_last_number() -> None:

@@ -44,6 +44,7 @@ from tests.support.ahead import (
     rollout_line,
     trained_logprobs,
 )
+from tests.support.errors import user_error
 from tests.support.faults import Point, run_step
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_main, run_ranks
@@ -322,7 +323,7 @@ class TwoTurns:
 @pytest.mark.parametrize("name", ["ppo", *(faults(name) for name in ("dapo", "rloo"))])
 def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder: Path, tmp_path: Path) -> None:
     rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
-    start = rollout_line(folder, model_folder, rows, "--algorithm", name, "--rollout.async_sampling.policy_lag", "2")
+    start = rollout_line(folder, model_folder, rows, "--algorithm", name, "--rollout.async_sampling.policy_lag 2")
     if name == "dapo":
         start += ["--rollout.sampling.n", "3"]
     if name == "rloo":
@@ -350,7 +351,7 @@ def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder
 def test_a_run_that_is_stopped_in_mid_step_goes_on(model_folder: Path, tmp_path: Path) -> None:
     """One update a rollout, before which old log-probs are the sampler's own."""
     rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
-    start = rollout_line(folder, model_folder, rows, "--algorithm", "rloo", "--rollout.sampling.n", "2")
+    start = rollout_line(folder, model_folder, rows, "--algorithm rloo --rollout.sampling.n 2")
     start += ["--rollout.async_sampling.policy_lag", "1"]
     run_main("hybrid_rlhf.cli.rl", 1, start)
     whole = run_outputs(folder)
@@ -396,7 +397,7 @@ def test_a_rollout_that_fails_ahead_costs_no_checkpoint() -> None:
     ahead.begin(1)
     state = ahead.state_dict()
     assert [part["step"] for part in state] == [2] and not ahead.tensors()
-    with pytest.raises(UserError, match="environment x failed"):
+    with user_error("environment x failed"):
         ahead.take(2)
     again, sampler = build_ahead()
     again.load_state_dict(state, {}, solo_world(torch.device("cpu")))
@@ -407,7 +408,7 @@ def test_a_rollout_that_fails_ahead_costs_no_checkpoint() -> None:
 def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, tmp_path: Path) -> None:
     """A policy lag needs no other key: the KV cache and the correction were two more, each demanded by a separate
     error."""
-    line = rollout_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"), "--algorithm", "rloo")
+    line = rollout_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"), "--algorithm rloo")
     for key in ("--rollout.kv_cache_gib", "--algorithm.correction.method"):
         del line[line.index(key) : line.index(key) + 2]
     line += "--rollout.sampling.n 2 --rollout.async_sampling.policy_lag 1".split()

@@ -107,7 +107,7 @@ def line_of(output: Path, model: Path, *more: str) -> list[str]:
     words = "--algorithm grpo --rollout.sampling.n 2 --rollout.prompts_per_step 8 --train.epochs 9 --ptx null "
     words += "--data.eval_fraction 0 --train.eval_every 0 --rollout.curriculum.revisit 0.2"
     reward = f"[{{function: '{__file__}:first_letter'}}]"
-    return step_line("ppo", output, model, rows, *words.split(), "--reward.components", reward, *more)
+    return step_line("ppo", output, model, rows, words, "--reward.components", reward, *more)
 
 
 AHEAD = "--rollout.async_sampling.policy_lag 1 --rollout.kv_cache_gib 0.1".split()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
@@ -24,6 +23,7 @@ from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
+from tests.support.errors import user_error
 from tests.support.rl import ALGORITHM, PROMPTS, sample_and_score
 
 ROWS = 8
@@ -99,7 +99,7 @@ def test_a_refill_may_be_dropped_whole_and_a_rollout_may_not(name: str, world: W
     collected = collector.collect(1)
     assert calls == [False, True] and len(collected) == (2 if name == "dapo" else 1)
     judge._failing = list(range(ROWS))
-    with pytest.raises(UserError, match="must leave completions to learn from, all 8 of a rollout are dropped"):
+    with user_error("must leave completions to learn from, all 8 of a rollout are dropped"):
         inner(PROMPTS, parts.sampler.sample(PROMPTS, step=1))
 
 

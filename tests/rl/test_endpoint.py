@@ -13,11 +13,11 @@ import httpx2
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import EndpointConfig
 from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.runtime.world import World
+from tests.support.errors import user_error
 from tests.support.programs import PROMPTS, SAMPLING, client_of, play_numbered
 from tests.support.ranks import run_main
 from tests.support.runs import rl_line
@@ -80,7 +80,7 @@ def test_programs_outside_of_the_run_learn_the_same(
     wanted = {("take", 200), ("wrong", 400), ("first", 200), ("again", 404), ("late", 404)}
     assert wanted <= statuses <= {*wanted, ("take", 204)}
     alone = build_program(None, sampling=sampling, timeout_seconds=0.5)
-    with pytest.raises(UserError, match=r"rollout.endpoint failed in 6 of 6 episodes: it took longer than 0.5 s"):
+    with user_error(r"rollout.endpoint failed in 6 of 6 episodes: it took longer than 0.5 s"):
         alone.sampler.sample(PROMPTS, step=1)
 
 
@@ -91,16 +91,16 @@ def test_the_address_of_programs_is_that_of_the_config(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         sampling = replace(SAMPLING, endpoint=EndpointConfig(port=port, api_key="${PLAY_KEY}"))
-        with pytest.raises(UserError, match=f"got 127.0.0.1:{port} .*in use"):
+        with user_error(f"got 127.0.0.1:{port} .*in use"):
             build_program(ask_once, sampling=sampling)
     ASKED.clear()
     build_program(ask_once, sampling=sampling).sampler.sample(PROMPTS, step=1)
     assert len(ASKED) == 6
     assert all(url.startswith(f"http://127.0.0.1:{port}/episodes/") and key == "a-key" for url, key in ASKED)
     monkeypatch.delenv("PLAY_KEY")
-    with pytest.raises(UserError, match=r"rollout.endpoint.api_key: .* PLAY_KEY is not set"):
+    with user_error(r"rollout.endpoint.api_key: .* PLAY_KEY is not set"):
         build_program(ask_once, sampling=sampling)
-    with pytest.raises(UserError, match="to each rank of a host, got 65535 and 2 ranks: choose a lower one"):
+    with user_error("to each rank of a host, got 65535 and 2 ranks: choose a lower one"):
         build_runner(
             EnvironmentConfig(program=f"{__name__}:ask_once"),
             rollout=replace(SAMPLING, endpoint=EndpointConfig(port=65535)),

@@ -46,11 +46,12 @@ from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.ahead import rollout_line
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import chat_row, episode_parts, whole
 from tests.support.routes import module_routes
-from tests.support.steps import run_outputs, write_lines
+from tests.support.steps import read_rows, run_outputs, write_lines
 from tests.support.templates import FAMILIES, tokenizer_of
 from tests.support.tiny import CHATML, tiny_tokenizer
 
@@ -348,9 +349,7 @@ def test_an_environment_that_fails_stops_the_run_or_ends_its_episode(
     settings = {**SHORT, "timeout_seconds": limit}
     options = {"how": how, "where": "e", "at": at}
     parts = build(Failing, options=options, **settings)
-    with pytest.raises(
-        UserError, match=f"environment .*:Failing failed in 2 of 6 episodes: {reason}.*; fix it"
-    ) as told:
+    with user_error(f"environment .*:Failing failed in 2 of 6 episodes: {reason}.*; fix it") as told:
         parts.sampler.sample(PROMPTS, step=1)
     assert "\n" not in str(told.value)
     parts = build(Failing, options=options, on_failure="zero", **settings)
@@ -537,7 +536,7 @@ def test_the_opening_of_a_turn_is_no_end() -> None:
 
 
 def test_a_template_without_a_place_for_observations_is_refused() -> None:
-    with pytest.raises(UserError, match="needs a chat template that shows a tool's or a user's turn"):
+    with user_error("needs a chat template that shows a tool's or a user's turn"):
         ObservationEncoder(tiny_tokenizer("{{ messages[0]['content'] }}"), max_observation_tokens=9)
 
 
@@ -577,7 +576,7 @@ def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
         ),
         (f"{__name__}:Scripted", {"stop_strings": [""]}, "is a list of texts, none of them empty, .* has \\[''\\]"),
     ):
-        with pytest.raises(UserError, match=rule):
+        with user_error(rule):
             read_environment(EnvironmentConfig(path=path, options=options))
 
 
@@ -651,7 +650,7 @@ def test_python_is_a_tool_in_the_sandbox() -> None:
     assert game.step("84").observation.startswith("Write <python>")
     assert game.step("so <answer> 84.0 </answer>") == StepResult(None, 1.0, True)
     assert game.step("so <answer>eighty</answer>") == StepResult(None, 0.0, True)
-    with pytest.raises(UserError, match="cannot be made with the options .*memory_gb"):
+    with user_error("cannot be made with the options .*memory_gb"):
         read_environment(EnvironmentConfig(path=path, options={"sandbox": {"memory_gb": 1}}))
 
 
@@ -661,7 +660,7 @@ def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pyt
 
     file = tmp_path / "rows.jsonl"
     adapter.main(["chain_sum", str(file), "3", "7"])
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = read_rows(file)
     assert len({row["prompt"] for row in rows}) == 3
     problem = adapter.problems("chain_sum", 3, 7, "{}")[2]
     seen = {**rows[2], "prompt": [{"role": "user", "content": rows[2]["prompt"]}]}
@@ -676,13 +675,13 @@ def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pyt
         assert once.step(said) == StepResult(None, score, True)
     adapter.main(["chain_sum", str(tmp_path / "short.jsonl"), "1", "0", '{"max_terms": 2}'])
     assert json.loads((tmp_path / "short.jsonl").read_text())["settings"] == {"max_terms": 2}
-    with pytest.raises(UserError, match=r"settings must be a JSON object, got '\[2\]'"):
+    with user_error(r"settings must be a JSON object, got '\[2\]'"):
         adapter.main(["chain_sum", str(tmp_path / "other.jsonl"), "1", "0", "[2]"])
-    with pytest.raises(UserError, match="no_such_set with {} fails"):
+    with user_error("no_such_set with {} fails"):
         adapter.main(["no_such_set", str(tmp_path / "other.jsonl"), "3"])
-    with pytest.raises(UserError, match="the file must not exist"):
+    with user_error("the file must not exist"):
         adapter.main(["chain_sum", str(file), "3"])
-    with pytest.raises(UserError, match="the line must be DATASET FILE.jsonl SIZE"):
+    with user_error("the line must be DATASET FILE.jsonl SIZE"):
         adapter.main(["chain_sum"])
 
 
@@ -743,7 +742,7 @@ def test_a_run_learns_from_an_environment_alone(model_folder: Path, tmp_path: Pa
         "--environment.max_turns 2 --rollout.sampling.n 2 --rollout.sampling.max_new_tokens 64 "
         "--rollout.max_prompt_tokens 48 --algorithm.mini_batches 2 --logging.samples_every 1"
     )
-    line = rollout_line(folder, model_folder, rows, *settings.split(), "--environment.options", "{weight: 0.1}")
+    line = rollout_line(folder, model_folder, rows, settings, "--environment.options", "{weight: 0.1}")
     run_main("hybrid_rlhf.cli.rl", 1, line)
     whole = run_outputs(folder)
     told = whole["metrics"]

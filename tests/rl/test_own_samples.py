@@ -33,7 +33,7 @@ def test_a_sampler_that_disagrees_with_training_stops_the_run(
 ) -> None:
     """In its first step, unless so much is allowed."""
     errors = tmp_path / "errors.txt"
-    line = rollout_line(tmp_path / "run", model_folder, pair_rows, "--train.max_steps", "1")
+    line = rollout_line(tmp_path / "run", model_folder, pair_rows, "--train.max_steps 1")
     line += [] if limit is None else ["--faults.max_logprob_diff", limit]
     code = run_step("hybrid_rlhf.cli.rl", 1, line, WrongSampler(), errors=errors)
     assert code == [2 if limit is None else 0]

@@ -193,7 +193,7 @@ def test_a_run_resumes_with_carried_completions(
     name: str, more: list[str], stopping_model: Path, tmp_path: Path
 ) -> None:
     rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
-    start = rollout_line(folder, stopping_model, rows, "--algorithm", name, "--rollout.partial.extra_prompts", "1")
+    start = rollout_line(folder, stopping_model, rows, "--algorithm", name, "--rollout.partial.extra_prompts 1")
     start += ["--rollout.sampling.max_new_tokens", "24", "--logging.samples_every", "1", *more]
     run_main("hybrid_rlhf.cli.rl", 1, start)
     whole = run_outputs(folder)

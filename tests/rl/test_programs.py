@@ -12,12 +12,12 @@ import openai
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.runtime.world import World
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.programs import ALGORITHM, PROMPTS, SAMPLING, STOP, Numbered, client_of, play_numbered, program_parts
 from tests.support.ranks import run_ranks
@@ -222,7 +222,7 @@ def test_texts_and_token_ids_continue_by_their_beginning(build_program: Any) -> 
 def test_what_fails_ends_the_run_or_has_no_reward(
     how: str, reason: str, build_program: Any, log_lines: list[str]
 ) -> None:
-    with pytest.raises(UserError, match=re.escape(reason)):
+    with user_error(re.escape(reason)):
         build_program(misbehave, options={"how": how}).sampler.sample(PROMPTS, step=1)
     zero = build_program(misbehave, options={"how": how}, on_failure="zero")
     rollout = zero.sampler.sample(PROMPTS, step=1)
@@ -232,7 +232,7 @@ def test_what_fails_ends_the_run_or_has_no_reward(
 
 def test_an_episode_without_an_answer_is_left_out(build_program: Any) -> None:
     silent = build_program(misbehave, options={"how": "silent"}, on_failure="zero")
-    with pytest.raises(UserError, match="must make requests, none of 6 episodes has"):
+    with user_error("must make requests, none of 6 episodes has"):
         silent.sampler.sample(PROMPTS, step=1)
 
 
@@ -262,5 +262,5 @@ def test_only_the_episodes_own_address_answers(build_program: Any) -> None:
 )
 def test_what_is_no_program_is_refused(program: str, options: dict[str, Any], rule: str, world: World) -> None:
     config = EnvironmentConfig(program=f"{__name__}:{program}", options=options)
-    with pytest.raises(UserError, match=rule):
+    with user_error(rule):
         build_runner(config, rollout=SAMPLING, tokenizer=tiny_tokenizer(), world=world)

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.cli.runs.replay import main as replay_main
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
@@ -21,6 +20,7 @@ from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.observability.token_records import DETAILS, TokenRecords, record_file
 from tests.support.ahead import rollout_line
+from tests.support.errors import user_error
 from tests.support.marks import faults
 from tests.support.ranks import run_main
 from tests.support.runs import run_python
@@ -121,7 +121,7 @@ def test_other_runs_are_generated_again(
     more: list[str], step: int, ranks: int, stopping_model: Path, tmp_path: Path
 ) -> None:
     folder, rows = tmp_path / "run", write_rows(tmp_path / "rows.jsonl")
-    run_main(RL, ranks, rollout_line(folder, stopping_model, rows, "--logging.samples_every", "1", *more))
+    run_main(RL, ranks, rollout_line(folder, stopping_model, rows, "--logging.samples_every 1", *more))
     samples = replay_samples(folder, step, tmp_path / "scratch", ranks=ranks)
     assert samples and all(sample["identical"] and sample["compared"] == "tokens" for sample in samples), samples
 
@@ -192,13 +192,13 @@ def test_an_edited_completion_is_scored_as_the_run_would(ppo_run: Path, tmp_path
     ],
 )
 def test_what_is_not_recorded_is_refused(folder: str, step: int, index: int, rule: str, ppo_run: Path) -> None:
-    with pytest.raises(UserError, match=rule):
+    with user_error(rule):
         RecordedStep.read(ppo_run / folder, step).sample(index)
 
 
 def test_a_damaged_token_record_is_named(copied: Path) -> None:
     record_file(copied / "tokens", 5).write_bytes(b"{}")
-    with pytest.raises(UserError, match="is not a token record .* remove it, and the replay compares texts"):
+    with user_error("is not a token record .* remove it, and the replay compares texts"):
         RecordedStep.read(copied, 5).tokens(0)
 
 

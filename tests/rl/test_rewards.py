@@ -30,6 +30,7 @@ from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.models import ModelReward, RetokenizingModelReward
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.world import World
+from tests.support.errors import user_error
 from tests.support.ranks import run_ranks
 from tests.support.rewards import function_reward, score_completions
 from tests.support.rl import COMPLETIONS, MICRO_BATCH_ROWS, rewarded, rollout_of_rows
@@ -55,7 +56,7 @@ def test_columns_that_a_function_needs_are_those_without_a_default(tmp_path: Pat
     (tmp_path / "named.py").write_text("def f(prompts, completions, *, answer, kind=None, **columns): ...\n")
     part = FunctionReward(RewardComponentConfig(function=f"{tmp_path}/named.py:f"), device=CPU)
     part.require_columns([{"kind": "a"}, {"answer": 1}])  # rows may have different columns
-    with pytest.raises(UserError, match="reward function f needs the column answer, the data has prompt, kind: "):
+    with user_error("reward function f needs the column answer, the data has prompt, kind: "):
         Reward([part], None).require_columns(lambda: [{"kind": "a"}])  # type: ignore[arg-type]
 
 
@@ -84,7 +85,7 @@ def test_a_function_that_cannot_be_called_is_refused_at_once(tmp_path: Path) -> 
         f"{tmp_path}/right.py:x": "must be a function, got a int",
         f"{tmp_path}/right.py:narrow": r"takes \(prompts, completions\): add \*\*columns",
     }.items():
-        with pytest.raises(UserError, match=rule):
+        with user_error(rule):
             FunctionReward(RewardComponentConfig(function=name), device=CPU)
 
 
@@ -120,7 +121,7 @@ def test_answers_are_what_the_data_says_and_the_actor_said() -> None:
     spoken = CompletionTexts.read(prompts, rollout_of_rows(rows, prompt=1), plain).completions
     assert spoken == ["2", " two"], "a plain turn has a space before it"
     prompts[0]["columns"] = '{"prompts": 1}'
-    with pytest.raises(UserError, match="rename it"):
+    with user_error("rename it"):
         CompletionTexts.read(prompts, rollout, tokenizer)
 
 
@@ -199,7 +200,7 @@ def test_one_model_on_the_actors_tokens_needs_no_text_and_logs_nothing(world: Wo
     assert float(report.scores[1]) == pytest.approx(by_hand(load(judges["own"]), [9, 8, 7]), abs=1e-5)
     with torch.no_grad():
         engine.lm.score.weight.fill_(math.nan)
-    with pytest.raises(UserError, match="for 3 of 3 completions: got nan"):
+    with user_error("for 3 of 3 completions: got nan"):
         rewarded(Reward([part], world), rollout, [[1, 0], [2, None]])
 
 
@@ -225,7 +226,7 @@ def test_a_conversation_that_a_model_cannot_read_fails_like_any_other(world: Wor
         )
         return rewarded(Reward([part], world), rollout_of_rows(), MICRO_BATCH_ROWS, odd)
 
-    with pytest.raises(UserError, match="for 2 of 5 completions: .*(tokens and the model reads|template must accept)"):
+    with user_error("for 2 of 5 completions: .*(tokens and the model reads|template must accept)"):
         run()
     report = run(on_failure="zero")
     assert (report.scores == 0).tolist() == [False, True, True, False, False]

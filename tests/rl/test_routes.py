@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections import rollout as rollout_section
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
@@ -22,6 +21,7 @@ from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.model_types import tiny_of_type
 from tests.support.rl import PROMPTS, SAMPLING, build_parts, rollout_of_rows, score
@@ -172,5 +172,5 @@ def test_routes_stay_with_their_rows(data: st.DataObject) -> None:
 )
 def test_models_that_cannot_replay_are_refused(model_type: str, message: str, world: World, tmp_path: Path) -> None:
     tiny_of_type(model_type).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"rollout.routing_replay {message}"):
+    with user_error(f"rollout.routing_replay {message}"):
         build_actor(actor_spec(tmp_path), world, rollout=RolloutConfig(routing_replay=True))

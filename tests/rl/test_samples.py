@@ -59,7 +59,7 @@ def test_a_row_without_response_tokens_is_all_prompt() -> None:
 def test_a_run_records_its_samples(model_folder: Path, tmp_path: Path) -> None:
     folder, rows = tmp_path / "run", write_rows(tmp_path / "rows.jsonl")
     more = "--algorithm.mini_batches 2 --train.max_steps 3 --logging.samples_every 2"
-    run_main("hybrid_rlhf.cli.rl", 1, rollout_line(folder, model_folder, rows, *more.split()))
+    run_main("hybrid_rlhf.cli.rl", 1, rollout_line(folder, model_folder, rows, more))
     records, samples = TokenRecords(folder), read_lines(folder / "samples.jsonl")
     assert records.steps() == [1, 3] and {row["step"] for row in samples} == {1, 3}
     columns = {

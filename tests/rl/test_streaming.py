@@ -16,7 +16,6 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig, StreamingConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.loaders import RowStream
@@ -40,6 +39,7 @@ from tests.support.ahead import (
     save_stopping_model,
     trained_logprobs,
 )
+from tests.support.errors import user_error
 from tests.support.faults import Point, run_step
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_main, run_mains
@@ -190,7 +190,7 @@ def test_a_checkpoint_keeps_prompts_and_tokens(model: Path, rows: Path, tmp_path
     """Resumed after its second step, a run trains on the same prompts in each step, and on the tokens that older
     weights had sampled by then. A replay repeats its order from that checkpoint."""
     run = tmp_path / "run"
-    line = rollout_line(run, model, rows, *GROUPS, "--rollout.streaming.max_lag", "2", "--logging.samples_every", "1")
+    line = rollout_line(run, model, rows, *GROUPS, "--rollout.streaming.max_lag 2 --logging.samples_every 1")
     line += ["--rollout.sampling.max_new_tokens", "40", "--rollout.prompts_per_step", "4"]
     run_main("hybrid_rlhf.cli.rl", 1, line)
     whole = sampled(run)
@@ -214,7 +214,7 @@ def test_a_checkpoint_keeps_prompts_and_tokens(model: Path, rows: Path, tmp_path
     result = json.loads((scratch / "result.json").read_text())
     assert result["identical"] and {sample["compared"] for sample in result["samples"]} == {"tokens"}
     shutil.rmtree(run / "checkpoints" / "step_2")
-    with pytest.raises(UserError, match="starts where the process of its step did, at step 3, got no checkpoint"):
+    with user_error("starts where the process of its step did, at step 3, got no checkpoint"):
         RecordedStep.read(run, 4).resumed_config(tmp_path / "other")
 
 
@@ -236,7 +236,7 @@ def test_a_killed_run_trains_on_every_prompt_once(
     """A rank dies in a step, in a weight sync, or between two decoding steps; the run resumes from its checkpoint."""
     run = tmp_path / "run"
     ranks, placement = PLACED[placed]
-    line = rollout_line(run, model, rows, *GROUPS, *placement, "--rollout.streaming.max_lag", "2")
+    line = rollout_line(run, model, rows, *GROUPS, *placement, "--rollout.streaming.max_lag 2")
     line += ["--logging.samples_every", "1", "--rollout.sampling.max_new_tokens", "40", "--resume", "auto"]
     assert any(run_step("hybrid_rlhf.cli.rl", ranks, line, point))
     run_main("hybrid_rlhf.cli.rl", ranks, line)
@@ -350,7 +350,7 @@ def test_an_order_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ("which started at steps", {"first": 1, "groups": 1}),
         ("is for 2 sampling ranks", {"first": 3, "groups": 2}),
     ):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             recorded_order(str(file), group=0, **changed)
-    with pytest.raises(UserError, match="must have a line for step 1"):
+    with user_error("must have a line for step 1"):
         recorded_order(str(tmp_path / "none"), group=0, groups=1, first=1)

@@ -22,7 +22,7 @@ from tests.support.faults import Point, run_step
 from tests.support.marks import slow
 from tests.support.rl import rollout_of
 from tests.support.steps import MODULES, run_outputs, step_line, write_rows
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import save_tiny, tiny_model
 
 CPU = solo_world(torch.device("cpu"))
 
@@ -152,8 +152,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_at_each_token(name: str
 @pytest.fixture(scope="module")
 def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("teacher")
-    tiny_model(3).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    save_tiny(folder, tiny_model(3))
     return folder
 
 

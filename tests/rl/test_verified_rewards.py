@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from hybrid_rlhf.cli.runs.checks import load_user_code
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
@@ -27,6 +26,7 @@ from hybrid_rlhf.rl.rewards.verifiers.verdicts import BadRow, Verdict
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.sandbox.process import SandboxResult
 from hybrid_rlhf.runtime.world import World
+from tests.support.errors import user_error
 from tests.support.ranks import run_ranks
 from tests.support.rl import COMPLETIONS, rewarded, rollout_of_rows
 
@@ -184,9 +184,9 @@ def test_the_pool_has_its_width_and_a_failed_test_ends_a_program() -> None:
 
 def test_a_class_of_the_user_is_a_sandbox() -> None:
     assert isinstance(build_sandbox(SandboxConfig(kind=f"{__name__}:Counted", options={"seconds": 0.0})), Counted)
-    with pytest.raises(UserError, match=r"takes the config and sandbox.options \{'width': 1\}, it fails"):
+    with user_error(r"takes the config and sandbox.options \{'width': 1\}, it fails"):
         build_sandbox(SandboxConfig(kind=f"{__name__}:Counted", options={"width": 1}))
-    with pytest.raises(UserError, match="a sandbox must have run"):
+    with user_error("a sandbox must have run"):
         build_sandbox(SandboxConfig(kind=f"{__name__}:Runless"))
 
 
@@ -224,11 +224,11 @@ def test_columns_and_libraries_are_checked_before_a_run(tmp_path: Path, monkeypa
     rows.write_text(json.dumps({"prompt": "1+1?", "solution": "2"}) + "\n")
     words = ["--algorithm", "grpo", "--model.path", "m", "--data.sources", str(rows), "--reward.components"]
     config = parse_config(RLConfig, [*words, "[{verifier: code}]"])
-    with pytest.raises(UserError, match="verifier code reads the column tests, the data has prompt, solution: rename"):
+    with user_error("verifier code reads the column tests, the data has prompt, solution: rename"):
         load_user_code(config)
     load_user_code(parse_config(RLConfig, [*words, "[{verifier: code, column: solution, sandbox: {processes: 8}}]"]))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"math-verify, which is not installed: pip install 'hybrid_rlhf\[math\]'"):
+    with user_error(r"math-verify, which is not installed: pip install 'hybrid_rlhf\[math\]'"):
         load_user_code(parse_config(RLConfig, [*words, "[{verifier: math, column: solution}]"]))
 
 

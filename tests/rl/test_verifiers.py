@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.runtime.world import World
+from tests.support.errors import user_error
 from tests.support.programs import client_of
 from tests.support.rl import chat_row
+from tests.support.steps import read_rows
 
 vf = pytest.importorskip("verifiers")
 if not hasattr(vf, "MultiTurnEnv"):
@@ -73,7 +74,7 @@ def play_by_hand(base_url: str, api_key: str, model: str, row: dict[str, Any]) -
 
 
 def prompts_of(file: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = read_rows(file)
     return [chat_row(row.pop("prompt")[0]["content"], **row) for row in rows]
 
 
@@ -83,7 +84,7 @@ def test_an_environment_of_verifiers_is_a_program(
     """Its rows and its rollout as they are: tokens, masks and rewards are those of a program without it."""
     hub.main([game, str(tmp_path / "rows.jsonl"), "3"])
     assert "3 rows in" in capsys.readouterr().out
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = read_rows(tmp_path / "rows.jsonl")
     assert rows[1]["prompt"] == [{"role": "user", "content": "bcd"}] and rows[1]["info"] == {"turns": 1}
     assert rows[2]["verifiers"] == {"name": game, "settings": {}} and rows[2]["example_id"] == 2
     prompts = prompts_of(tmp_path / "rows.jsonl")
@@ -112,7 +113,7 @@ def test_an_error_of_the_environment_is_no_reward(
 ) -> None:
     """verifiers catches the errors of a rollout, and gives 0."""
     prompts = [chat_row("a", info=info, answer="a", verifiers={"name": game, "settings": settings})]
-    with pytest.raises(UserError, match=f"verifiers_hub:play failed in 2 of 2 episodes: .*{reason}"):
+    with user_error(f"verifiers_hub:play failed in 2 of 2 episodes: .*{reason}"):
         build_program(hub.play, max_turns=3).sampler.sample(prompts, step=1)
 
 
@@ -124,9 +125,9 @@ def test_signals_stay_those_of_the_run(game: str) -> None:
 
 
 def test_mistakes_are_told_in_a_line(game: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no_such_environment with {} fails .*ModuleNotFoundError"):
+    with user_error("no_such_environment with {} fails .*ModuleNotFoundError"):
         hub.load("no_such_environment", "{}")
-    with pytest.raises(UserError, match="must score each rollout alone, numbered-game has rewards of groups"):
+    with user_error("must score each rollout alone, numbered-game has rewards of groups"):
         hub.load(game, json.dumps({"together": True}))
     (tmp_path / "rows.jsonl").write_text("")
     for words, rule in (
@@ -134,5 +135,5 @@ def test_mistakes_are_told_in_a_line(game: str, tmp_path: Path) -> None:
         ([game, "x.jsonl", "many"], "the line must be NAME FILE.jsonl"),
         ([game, str(tmp_path / "rows.jsonl")], "the file must not exist"),
     ):
-        with pytest.raises(UserError, match=rule):
+        with user_error(rule):
             hub.main(words)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +21,8 @@ from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.observability import alerts as alerts_module
 from hybrid_rlhf.runtime.observability.alerts import Alerts, Ending
 from hybrid_rlhf.runtime.run import start_run
-from tests.support.runs import ENVIRONMENT, ROOT, sft_config
+from tests.support.errors import user_error
+from tests.support.runs import run_python, sft_config
 from tests.support.servers import json_server
 
 
@@ -117,14 +116,7 @@ with start_run(config) as run:
 
 def test_a_stalled_run_says_so_before_the_watchdog_ends_it(tmp_path: Path) -> None:
     with webhook_server() as server:
-        done = subprocess.run(
-            [sys.executable, "-c", STALL, str(tmp_path / "run")],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**ENVIRONMENT, "HOOK": server.url},
-            cwd=ROOT,
-        )
+        done = run_python(["-c", STALL, str(tmp_path / "run")], HOOK=server.url)
     assert done.returncode == 70, done.stderr[-2000:]
     (message,) = server.messages
     assert message["event"] == "stalled" and message["step"] == 1
@@ -178,7 +170,7 @@ def test_a_dead_server_and_a_refusal_are_a_line_each(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_secret_in_the_config_is_refused(url: str, text: str) -> None:
-    with pytest.raises(UserError, match=text) as refused:
+    with user_error(text) as refused:
         parse_config(SFTConfig, ["--logging.webhook", url])
     assert "abc" not in str(refused.value)
     for good in ("${HOOK}", "https://hooks.slack.com/services/${KEY}", "http://127.0.0.1:9000/hook"):
@@ -189,7 +181,7 @@ def test_a_variable_that_is_not_set_is_named_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HOOK", raising=False)
-    with pytest.raises(UserError, match="HOOK is not set: export HOOK=..."), start_run(with_webhook(tmp_path / "run")):
+    with user_error("HOOK is not set: export HOOK=..."), start_run(with_webhook(tmp_path / "run")):
         pass
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.run import SinkName
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.background import BackgroundQueue
@@ -29,6 +28,8 @@ from hybrid_rlhf.runtime.observability.sinks.sink import (
     require_installed,
 )
 from hybrid_rlhf.runtime.run import start_run
+from tests.support.clock import wait_until
+from tests.support.errors import refused, user_error
 
 PARAMS = {"seed": 42, "optimizer.lr": 1e-5, "data.sources": ["rows.jsonl"], "lora": None}
 
@@ -92,9 +93,8 @@ def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_id = write_twice(tmp_path, "wandb")
     assert run_id and not log_lines
-    limit = time.monotonic() + 30  # W&B's own process writes the files
-    while len(recorded := wandb_history(tmp_path, run_id)) < 6 and time.monotonic() < limit:
-        time.sleep(0.1)
+    wait_until(lambda: len(wandb_history(tmp_path, run_id)) == 6)  # W&B's own process writes the files
+    recorded = wandb_history(tmp_path, run_id)
     assert [row["step"] for row in recorded] == [0, 1, 2, 3, 3, 4]
     assert [row["sft/loss"] for row in recorded] == [1.0, 0.5, 1 / 3, 0.25, 9.0, 9.0]
 
@@ -160,14 +160,12 @@ def test_a_missing_package_is_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SINKS["trackio"], "module", "no_such_package")
-    with pytest.raises(UserError) as refused:
-        require_installed(SINKS, ["csv", "trackio"])
-    assert str(refused.value) == (
+    assert refused(require_installed, SINKS, ["csv", "trackio"]) == (
         "logging.sinks trackio needs the package no_such_package, which is not installed: "
         "pip install 'hybrid_rlhf[trackio]'"
     )
     config = parse_config(SFTConfig, ["--logging.sinks", "[csv, trackio]", "--output_dir", str(tmp_path / "run")])
-    with pytest.raises(UserError, match="logging.sinks trackio needs"), start_run(config):
+    with user_error("logging.sinks trackio needs"), start_run(config):
         pass
 
 
@@ -176,7 +174,7 @@ def test_sinks_are_named_once() -> None:
     assert parse_config(SFTConfig, ["--logging.sinks", "[]"]).logging.sinks == []
     assert parse_config(SFTConfig, []).logging.sinks == ["tensorboard"]
     for words, text in (("[csv, csv]", "logging.sinks must differ"), ("neptune", "logging.sinks")):
-        with pytest.raises(UserError, match=text):
+        with user_error(text):
             parse_config(SFTConfig, ["--logging.sinks", words])
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional import operations
 from hybrid_rlhf.functional.operations import Backend
 from hybrid_rlhf.runtime import product_backend
 from hybrid_rlhf.runtime.product_backend import RECORD, VARIABLE, choose_product_backend, machine_key, measure
 from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.errors import user_error
 from tests.support.ranks import run_ranks
 
 WORLD = solo_world(torch.device("cpu"))
@@ -92,7 +92,7 @@ def test_a_choice_can_be_forced_and_a_deterministic_run_measures_nothing(
     assert chosen(places, deterministic=True) == "torch"
     assert not calls and not places[1].exists()
     monkeypatch.setenv(VARIABLE, "mkl")
-    with pytest.raises(UserError, match="must be onednn or torch, got 'mkl'"):
+    with user_error("must be onednn or torch, got 'mkl'"):
         chosen(places)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -30,9 +30,11 @@ from hybrid_rlhf.runtime.observability.samples import SampleLog
 from hybrid_rlhf.runtime.observability.timers import Timers, peak_memory_gib
 from hybrid_rlhf.runtime.run import DATA_FILE, _require_shared, start_run
 from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.errors import refused, user_error
+from tests.support.messages import user
 from tests.support.ranks import run_ranks
-from tests.support.runs import sft_config
-from tests.support.steps import checkpoint_names
+from tests.support.runs import run_python, sft_config
+from tests.support.steps import checkpoint_names, read_rows
 
 
 def claim(folder: Path, resume: str = "never") -> Path | None:
@@ -54,12 +56,12 @@ def test_a_folder_is_never_overwritten_silently(tmp_path: Path) -> None:
     used = tmp_path / "used"
     used.mkdir()
     (used / "config.yaml").write_text("seed: 1\n")
-    with pytest.raises(UserError, match="output_dir .* unfinished run: set resume to auto"):
+    with user_error("output_dir .* unfinished run: set resume to auto"):
         claim(used)
     assert claim(used, "auto") is None
     (used / "finished.json").write_text("{}")
     for resume in ("never", "auto"):  # the settings differ
-        with pytest.raises(UserError, match="output_dir .* finished run"):
+        with user_error("output_dir .* finished run"):
             claim(used, resume)
 
 
@@ -96,10 +98,10 @@ def test_a_finished_run_succeeds_only_with_the_same_settings(tmp_path: Path) -> 
         pass
     assert ended.value.code == 0
     longer = replace(settings, train=replace(settings.train, max_steps=99))
-    with pytest.raises(UserError, match=r"finished run .*\(train.max_steps\): set another output_dir"):
+    with user_error(r"finished run .*\(train.max_steps\): set another output_dir"):
         with start_run(longer):
             pass
-    with pytest.raises(UserError, match="finished run: set another output_dir"):
+    with user_error("finished run: set another output_dir"):
         claim(tmp_path / "run")
 
 
@@ -121,77 +123,50 @@ def test_auto_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> Non
     ]
     assert claim(tmp_path / "other", str(second)) == second, "a new run from the checkpoint of another"
     (tmp_path / "other" / "config.yaml").write_text("seed: 1\n")
-    with pytest.raises(UserError, match="unfinished run"):
+    with user_error("unfinished run"):
         claim(tmp_path / "other", str(second))
-    with pytest.raises(UserError, match="resume must be never, auto, .*, got .*step_10"):
+    with user_error("resume must be never, auto, .*, got .*step_10"):
         claim(tmp_path, str(tmp_path / "checkpoints" / "step_10"))
 
 
-def cut(path: Path) -> None:
-    (path / "rows").write_bytes(b"01234")
+def manifest(path: Path, change: Callable[[str], str]) -> None:
+    """Change the text of a checkpoint's manifest."""
+    (path / "manifest.json").write_text(change((path / "manifest.json").read_text()))
 
 
-def flip(path: Path) -> None:
-    (path / "rows").write_bytes(b"0123456780")
-
-
-def lose(path: Path) -> None:
-    (path / "rows").unlink()
-
-
-def flip_manifest(path: Path) -> None:
-    text = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(text.replace('"bytes": 10', '"bytes": 11'))
-
-
-def cut_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text((path / "manifest.json").read_text()[:40])
-
-
-def lose_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
-
-
-def empty_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text("[]")
-
-
-def other_format(path: Path) -> None:
-    write_manifest(path, {"format": 7, "files": {}, "figures": {}})
-
-
-BREAKS = {
-    cut: "rows has 5 bytes instead of 10",
-    flip: "rows is corrupt (its checksum differs)",
-    lose: "rows cannot be read (No such file or directory)",
-    flip_manifest: "manifest.json is corrupt (its checksum differs)",
-    cut_manifest: "manifest.json cannot be read (JSONDecodeError)",
-    lose_manifest: "manifest.json is missing",
-    empty_manifest: "manifest.json cannot be read (TypeError)",
-    other_format: "its format is 7, this version reads 1",
+BREAKS: dict[str, Callable[[Path], object]] = {
+    "rows has 5 bytes instead of 10": lambda path: (path / "rows").write_bytes(b"01234"),
+    "rows is corrupt (its checksum differs)": lambda path: (path / "rows").write_bytes(b"0123456780"),
+    "rows cannot be read (No such file or directory)": lambda path: (path / "rows").unlink(),
+    "manifest.json is corrupt (its checksum differs)": lambda path: manifest(
+        path, lambda text: text.replace("10", "11")
+    ),
+    "manifest.json cannot be read (JSONDecodeError)": lambda path: manifest(path, lambda text: text[:40]),
+    "manifest.json is missing": lambda path: (path / "manifest.json").unlink(),
+    "manifest.json cannot be read (TypeError)": lambda path: manifest(path, lambda _: "[]"),
+    "its format is 7, this version reads 1": lambda path: write_manifest(
+        path, {"format": 7, "files": {}, "figures": {}}
+    ),
 }
 
 
-@pytest.mark.parametrize("break_it", BREAKS)
-def test_a_broken_checkpoint_is_skipped_with_the_reason(
-    break_it: Callable[[Path], None], tmp_path: Path, log_lines: list[str]
-) -> None:
+@pytest.mark.parametrize("reason", BREAKS)
+def test_a_broken_checkpoint_is_skipped_with_the_reason(reason: str, tmp_path: Path, log_lines: list[str]) -> None:
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     older, newer = checkpoint(tmp_path, "step_1"), checkpoint(tmp_path, "step_2")
-    break_it(newer)
+    BREAKS[reason](newer)
     assert newest_complete(tmp_path, solo_world(torch.device("cpu"))) == older
     (line,) = log_lines
-    assert line.startswith(f"resume skips {newer}: {BREAKS[break_it]}")
+    assert line.startswith(f"resume skips {newer}: {reason}")
     if (newer / "manifest.json").exists():
-        with pytest.raises(UserError, match="needs a complete checkpoint") as caught:
+        with user_error(f"needs a complete checkpoint.*{re.escape(reason)}"):
             claim(tmp_path, str(newer))
-        assert BREAKS[break_it] in str(caught.value)
     assert claim(tmp_path, "auto") == older
 
 
 def test_a_run_without_a_complete_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
-    lose(checkpoint(tmp_path, "step_1"))
+    (checkpoint(tmp_path, "step_1") / "rows").unlink()
     assert claim(tmp_path, "auto") is None and checkpoint_names(tmp_path) == ["step_1.superseded_1"]
     assert "has no complete checkpoint: the run starts from the beginning" in (tmp_path / "log.txt").read_text()
 
@@ -217,18 +192,18 @@ def test_a_run_resumes_from_its_initial_checkpoint_until_it_has_its_own(
             save_config(run.folder_config, folder / "config.yaml")
     own = checkpoint(folder, "step_6")
     assert claim(folder, "auto") == own
-    lose(own)
+    (own / "rows").unlink()
     assert claim(folder, "auto") == first
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert claim(tmp_path / "c", str(first)) == first, "a rank died before config.yaml was written"
-    lose_manifest(first)
-    with pytest.raises(UserError, match="not complete .manifest.json is missing.*: restore it, or set another"):
+    (first / "manifest.json").unlink()
+    with user_error("not complete .manifest.json is missing.*: restore it, or set another"):
         claim(folder, "auto")
 
 
 def test_an_error_before_the_loop_restores_the_config(tmp_path: Path) -> None:
     def start(resume: str = "never", *, in_loop: bool = False) -> None:
-        with pytest.raises(UserError, match="an error"), start_run(sft_config(tmp_path, resume)) as run:
+        with user_error("an error"), start_run(sft_config(tmp_path, resume)) as run:
             (tmp_path / "config.yaml").write_text("seed: 2\n")
             if in_loop:
                 run.open_metrics(None)
@@ -237,7 +212,7 @@ def test_an_error_before_the_loop_restores_the_config(tmp_path: Path) -> None:
     start()
     start(in_loop=True)
     assert (tmp_path / "config.yaml").read_text() == "seed: 2\n"
-    with pytest.raises(UserError, match="unfinished run"):
+    with user_error("unfinished run"):
         claim(tmp_path)
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     start("auto")
@@ -246,7 +221,7 @@ def test_an_error_before_the_loop_restores_the_config(tmp_path: Path) -> None:
 
 def test_an_error_before_the_loop_leaves_the_files_of_the_folder_as_they_were(tmp_path: Path) -> None:
     def start(resume: str) -> None:
-        with pytest.raises(UserError, match="an error"), start_run(sft_config(tmp_path, resume)):
+        with user_error("an error"), start_run(sft_config(tmp_path, resume)):
             assert (tmp_path / LOG_FILE).exists()
             (tmp_path / DATA_FILE).write_text("{}")
             raise UserError("an error")
@@ -265,9 +240,7 @@ def claims_elsewhere(world: World, folder: str) -> tuple[str, list[str]]:
     """Of two ranks on two hosts, each with a folder of its own."""
     own = Path(folder) / f"host{world.rank}"
     own.mkdir()
-    with pytest.raises(UserError) as error:
-        _require_shared(own, replace(world, local_rank=0, local_size=1))
-    return str(error.value), os.listdir(own)
+    return refused(_require_shared, own, replace(world, local_rank=0, local_size=1)), os.listdir(own)
 
 
 @pytest.mark.slow
@@ -324,14 +297,14 @@ with requests.catch():
     time.sleep(1.1)
     os.kill(os.getpid(), signal.SIGINT)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = run_python(["-c", program])
     assert ended.returncode == -signal.SIGINT, ended.stderr
     assert ended.stderr == "stopping after this step; a second Ctrl-C ends at once\n"
 
 
 def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="output_dir must be a writable folder"):
+    with user_error("output_dir must be a writable folder"):
         claim(tmp_path / "file" / "x")
 
 
@@ -346,19 +319,19 @@ def test_metrics_are_lines_and_resuming_drops_later_ones(tmp_path: Path) -> None
     writer = MetricsWriter(tmp_path, resumed_step=2, start_seconds=100.0)
     writer.write(3, {"sft/loss": 9.0})
     writer.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_rows(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert lines[-1]["sft/loss"] == 9.0 and lines[-1]["time_seconds"] >= 100
     assert read_metrics(tmp_path) == lines
 
 
 def test_the_main_rank_appends_samples(tmp_path: Path) -> None:
-    row = {"prompt": [{"role": "user", "content": "q"}], "completion": "é", "score": 1.0, "kl": 0.5}
+    row = {"prompt": [user("q")], "completion": "é", "score": 1.0, "kl": 0.5}
     for enabled in (True, False):
         log = SampleLog(tmp_path, enabled=enabled)
         for step in (1, 3):
             log.write(step, [row])
-    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    lines = read_rows(tmp_path / "samples.jsonl")
     assert lines == [{"step": 1, **row}, {"step": 3, **row}]
 
 

@@ -25,6 +25,8 @@ from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 from hybrid_rlhf.runtime.sandbox import local
 from hybrid_rlhf.runtime.sandbox.docker import DockerSandbox
 from hybrid_rlhf.runtime.sandbox.local import Isolation, LocalSandbox, outermost
+from tests.support.clock import wait_until
+from tests.support.errors import user_error
 
 PYTHON = "/usr/bin/python3"
 """Readable by every user, unlike an interpreter in a home folder."""
@@ -56,7 +58,7 @@ def test_a_program_reads_its_input_and_files(sandbox: LocalSandbox) -> None:
     assert not (result.timed_out or result.truncated or result.memory_exceeded)
     assert result.failure == "exit status 3"
     assert sandbox.run("pass").failure is None
-    with pytest.raises(UserError, match="files of a program are in its folder, got '../x'"):
+    with user_error("files of a program are in its folder, got '../x'"):
         sandbox.run("", files={"../x": ""})
 
 
@@ -249,14 +251,6 @@ def test_a_program_dies_with_the_run(tmp_path: Path) -> None:
     wait_until(lambda: not programs())
 
 
-def wait_until(condition: Any, seconds: float = 20.0) -> None:
-    """Wait for a condition, and fail if it does not come."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def test_the_strongest_isolation_is_chosen_and_what_is_absent_is_told_once(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
@@ -268,9 +262,7 @@ def test_the_strongest_isolation_is_chosen_and_what_is_absent_is_told_once(
     (message,) = [text for text in log_lines if text.startswith("the sandbox of programs lacks protections here (")]
     assert "denied" in message
     assert all(absent in message for absent in sandbox.isolation.absent)
-    with pytest.raises(
-        UserError, match="sandbox.strict needs all protections, of a program here it holds: it has the ne"
-    ):
+    with user_error("sandbox.strict needs all protections, of a program here it holds: it has the ne"):
         LocalSandbox(SandboxConfig(**SMALL, strict=True))
 
 
@@ -278,7 +270,7 @@ shutil_which = shutil.which
 
 
 def test_an_interpreter_that_is_absent_is_a_users_mistake() -> None:
-    with pytest.raises(UserError, match="a sandbox must run no_such_interpreter, an empty program fails"):
+    with user_error("a sandbox must run no_such_interpreter, an empty program fails"):
         LocalSandbox(SandboxConfig(command=("no_such_interpreter",)))
 
 
@@ -319,7 +311,7 @@ def test_a_container_has_the_same_limits(tmp_path: Path) -> None:
         assert words in calls[0], words
     names = re.findall(r"--name (\S+)", "\n".join(calls))
     assert [call for call in calls if call.startswith("rm ")] == [f"rm --force {name}" for name in names]
-    with pytest.raises(UserError, match="sandbox.client must be installed, no_docker is not"):
+    with user_error("sandbox.client must be installed, no_docker is not"):
         DockerSandbox(SandboxConfig(kind="docker", image="x", client="no_docker"))
 
 
@@ -335,5 +327,5 @@ def test_a_container_has_the_same_limits(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_contradict_each_other(settings: dict[str, Any], rule: str) -> None:
-    with pytest.raises(UserError, match=re.escape(rule)):
+    with user_error(re.escape(rule)):
         SandboxConfig(**settings)

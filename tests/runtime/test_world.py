@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.runtime.world import close_with_world, close_world, init_world, solo_world
+from tests.support.errors import user_error
 from tests.support.generation import PROMPTS, SAMPLED
 from tests.support.tiny import tiny_model
 
@@ -89,5 +89,5 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="each rank needs its own GPU, got 2 ranks and 1 visible GPUs on this host"):
+    with user_error("each rank needs its own GPU, got 2 ranks and 1 visible GPUs on this host"):
         init_world()

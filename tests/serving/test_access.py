@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -18,13 +17,13 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from hybrid_rlhf.cli.saved_models.loading import load_engine
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
-from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.episodes import EpisodeQueue
 from hybrid_rlhf.serving.service import Service, UnknownEpisode
 from hybrid_rlhf.serving.web import AccessRules, served_in_background
+from tests.support.errors import user_error
+from tests.support.services import JSON, open_service, post
 
 PAGE = "https://app.example"
 COMPLETE = "/v1/completions"
@@ -51,8 +50,11 @@ def test_a_host_is_an_address_or_a_name_of_this_machine(host: str, is_own: bool)
 @pytest.fixture(scope="module")
 def service(model_folder: Path) -> Iterator[Service]:
     engine, tokenizer = load_engine(ServeConfig(path=str(model_folder)))
-    with engine.open(rows=2, max_tokens=100) as batch:
-        yield Service(batch, tokenizer, name="tiny", sampling=SamplingParams(max_new_tokens=2), max_queue=2)
+    with open_service(engine, tokenizer, max_tokens=100, name="tiny", max_new_tokens=2) as opened:
+        yield opened
+
+
+BODY = b'{"model": "tiny", "prompt": "x", "max_tokens": 1}'
 
 
 def ask(app: FastAPI, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx2.Response:
@@ -80,12 +82,11 @@ def test_a_page_of_another_site_completes_nothing(
     """A page could end a server without a key by one request, which needs no preflight as text/plain. A key is proof
     enough of the host, whatever name a proxy gives.
     """
-    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
     status = 200 if key and "Host" in headers else status
     with served_in_background(build_app(service, Access(api_key=key), created=0)) as url:
         headers = {name: value.replace("OWN", url) for name, value in headers.items()}
-        given = {"Content-Type": "application/json", **headers, "Authorization": f"Bearer {key}"}
-        answer = httpx2.post(f"{url}{COMPLETE}", headers=given, content=body, timeout=60)
+        given = {**JSON, **headers, "Authorization": f"Bearer {key}"}
+        answer = httpx2.post(f"{url}{COMPLETE}", headers=given, content=BODY, timeout=60)
         assert answer.status_code == status, answer.text
         assert status == 200 or answer.json()["error"]["message"]
         assert "access-control-allow-origin" not in answer.headers
@@ -99,23 +100,22 @@ def test_an_allowed_page_asks_as_browsers_do(service: Service) -> None:
     preflight = ask(app, "OPTIONS", COMPLETE, {"Origin": PAGE, **wanted})
     assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == PAGE
     assert "authorization" in preflight.headers["access-control-allow-headers"]
-    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
-    headers = {"Origin": PAGE, "Content-Type": "application/json"}
+    headers = {"Origin": PAGE, **JSON}
     for key, status in (("a-key", 200), ("wrong", 401)):
-        answer = ask(app, "POST", COMPLETE, {**headers, "Authorization": f"Bearer {key}"}, body)
+        answer = ask(app, "POST", COMPLETE, {**headers, "Authorization": f"Bearer {key}"}, BODY)
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
     without = build_app(service, Access(api_key="a-key"), created=0)
     assert ask(without, "OPTIONS", COMPLETE, {"Origin": PAGE, **wanted}).status_code == 403
     for origin in ("http://app.example", "https://app.example.evil.com", "null"):
         refused = ask(app, "OPTIONS", COMPLETE, {"Origin": origin, **wanted})
         assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
-        answer = ask(app, "POST", COMPLETE, {**headers, "Origin": origin, "Authorization": "Bearer a-key"}, body)
+        answer = ask(app, "POST", COMPLETE, {**headers, "Origin": origin, "Authorization": "Bearer a-key"}, BODY)
         assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
 
 
 @pytest.mark.parametrize("origin", ["*", "app.example", "https://app.example/", "https://*.example", "https://a b"])
 def test_origins_are_written_out(origin: str) -> None:
-    with pytest.raises(UserError, match="cors_origins must be SCHEME://HOST or SCHEME://HOST:PORT each"):
+    with user_error("cors_origins must be SCHEME://HOST or SCHEME://HOST:PORT each"):
         ServeConfig(path="x", cors_origins=[origin])
 
 
@@ -132,9 +132,6 @@ class Playing:
 @pytest.fixture
 def playing(service: Service) -> Playing:
     return Playing(service)
-
-
-JSON = {"Content-Type": "application/json"}
 
 
 @pytest.mark.parametrize(
@@ -186,5 +183,5 @@ def test_an_episode_that_has_ended_is_offered_to_nobody() -> None:
 def test_rewards_are_finite_and_bounded(playing: Playing, reward: Any) -> None:
     with served_in_background(playing.app) as url:
         body = f'{{"reward": {reward}}}'.encode()
-        answer = httpx2.post(f"{url}/episodes/name/reward", content=body, headers=JSON)
+        answer = post(f"{url}/episodes/name/reward", body)
     assert answer.status_code == 400 and "reward must" in answer.json()["error"]["message"], answer.text

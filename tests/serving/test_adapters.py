@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.open_batch import PromptBatch, StreamedToken
 from hybrid_rlhf.models.pretrained.adapters import read_adapter
+from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.models import random_adapter
 from tests.support.tiny import tiny_model
@@ -93,7 +94,7 @@ def test_adapters_come_and_go_while_an_open_batch_decodes(tmp_path: Path) -> Non
         assert engine.adapters == ("kept",)
         batch.call(lambda: engine.remove_adapters(["kept"])).result()
         assert ask(None).result() == plain.token_ids
-        with pytest.raises(UserError, match="an adapter must be one of the engine's, none, got a"):
+        with user_error("an adapter must be one of the engine's, none, got a"):
             ask("a")
 
 
@@ -122,39 +123,53 @@ def test_reading_an_adapter_leaves_no_trace_and_takes_the_memory_of_its_factors(
 
 
 def test_mistakes_are_named(model_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="adapters must have other names than the model, got a"):
+    with user_error("adapters must have other names than the model, got a"):
         ServeConfig(path="m", model_name="a", adapters={"a": "b"})
     place = find_model(ServeConfig(path=str(model_folder)))
-    with pytest.raises(UserError, match="an adapter is a folder with adapter_config.json"):
-        engine_at(place, kv_cache_gib=None, adapters={"a": str(tmp_path)})
-    other = get_peft_model(tiny_model(hidden_size=64), LoraConfig(r=2, target_modules=["q_proj"]))
-    other.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="must fit LlamaForCausalLM"):
-        engine_at(place, kv_cache_gib=None, adapters={"a": str(tmp_path)})
-    dora = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
-    dora.save_pretrained(tmp_path / "dora")
-    with pytest.raises(UserError, match="must be LoRA that changes weights alone, .* is LORA, use_dora: merge"):
-        engine_at(place, kv_cache_gib=None, adapters={"a": str(tmp_path / "dora")})
-    tokens = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[5, 6]))
-    tokens.save_pretrained(tmp_path / "tokens")
-    with pytest.raises(UserError, match="changes weights alone, .* is LORA, trainable_token_indices: merge"):
-        engine_at(place, kv_cache_gib=None, adapters={"a": str(tmp_path / "tokens")})
-    head = random_adapter(tiny_model(tie_word_embeddings=True), tmp_path / "head", 0, ["lm_head"])
-    with pytest.raises(UserError, match="attention and dense MLPs, a changes lm_head.weight"):
-        GenerationEngine.from_model(tiny_model(tie_word_embeddings=True), adapters={"a": head})
-    embedding = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["embed_tokens"]))
-    embedding.save_pretrained(tmp_path / "embedding")
-    with pytest.raises(UserError, match="must change linear layers .*embed_tokens \\(Embedding"):
-        engine_at(place, kv_cache_gib=None, adapters={"a": str(tmp_path / "embedding")})
-    latent = random_adapter(variant("deepseek_v3"), tmp_path / "latent", 0, ["kv_a_proj_with_mqa"])
-    with pytest.raises(UserError, match="adapters are for products of attention and dense MLPs, a changes .*kv_a"):
-        GenerationEngine.from_model(variant("deepseek_v3"), adapters={"a": latent})
-    with pytest.raises(UserError, match="an adapter must be one of the engine's, none, got x"):
-        GenerationEngine.from_model(tiny_model()).generate([PROMPT], GREEDY, adapters=["x"])
-    with pytest.raises(UserError, match="adapters are one per prompt, got 1 for 2"):
-        GenerationEngine.from_model(tiny_model()).generate([PROMPT, PROMPT], GREEDY, adapters=["x"])
-    fits = {"a": random_adapter(tiny_model(), tmp_path / "fits", 0, ["q_proj"])}
-    with pytest.raises(UserError, match="need inference weights in the model's dtype, got quantization int8"):
-        GenerationEngine.from_model(tiny_model(), adapters=fits, quantization="int8")
-    with pytest.raises(UserError, match="need inference weights in the model's dtype, got backend module"):
-        GenerationEngine.from_model(tiny_model(), adapters=fits, backend="module")
+
+    def adapter(name: str, lm: PreTrainedModel | None = None, **settings: Any) -> Path:
+        get_peft_model(
+            lm or tiny_model(), LoraConfig(r=2, **{"target_modules": ["q_proj"], **settings})
+        ).save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    for folder, rule in (
+        (tmp_path, "an adapter is a folder with adapter_config.json"),
+        (adapter("other", tiny_model(hidden_size=64)), "must fit LlamaForCausalLM"),
+        (adapter("dora", use_dora=True), "must be LoRA that changes weights alone, .* is LORA, use_dora: merge"),
+        (
+            adapter("tokens", trainable_token_indices=[5, 6]),
+            "changes weights alone, .* is LORA, trainable_token_indices: merge",
+        ),
+        (
+            adapter("embedding", target_modules=["embed_tokens"]),
+            "must change linear layers .*embed_tokens \\(Embedding",
+        ),
+    ):
+        with user_error(rule):
+            engine_at(place, kv_cache_gib=None, adapters={"a": str(folder)})
+    for lm, layer, settings, rule in (
+        (tiny_model(), "lm_head", {}, "attention and dense MLPs, a changes lm_head.weight"),
+        (
+            variant("deepseek_v3"),
+            "kv_a_proj_with_mqa",
+            {},
+            "adapters are for products of attention and dense MLPs, a changes .*kv_a",
+        ),
+        (
+            tiny_model(),
+            "q_proj",
+            {"quantization": "int8"},
+            "need inference weights in the model's dtype, got quantization int8",
+        ),
+        (tiny_model(), "q_proj", {"backend": "module"}, "inference weights in the model's dtype, got backend module"),
+    ):
+        with user_error(rule):
+            GenerationEngine.from_model(
+                lm, adapters={"a": random_adapter(copy.deepcopy(lm), tmp_path / layer, 0, [layer])}, **settings
+            )
+    engine = GenerationEngine.from_model(tiny_model())
+    with user_error("an adapter must be one of the engine's, none, got x"):
+        engine.generate([PROMPT], GREEDY, adapters=["x"])
+    with user_error("adapters are one per prompt, got 1 for 2"):
+        engine.generate([PROMPT, PROMPT], GREEDY, adapters=["x"])

@@ -7,23 +7,25 @@ import re
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
 from tests.support.clock import wait_until
-from tests.support.serving import KEY, server_process
+from tests.support.messages import user
+from tests.support.services import HEADERS, post
+from tests.support.serving import server_process
 
-LINE = ["--model_name", "tiny", "--max_batch_rows", "6", "--max_sequence_tokens", "30000"]
-HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+LINE = "--model_name tiny --max_batch_rows 6 --max_sequence_tokens 30000"
 LONG: dict[str, Any] = {"model": "tiny", "max_tokens": 29000, "min_tokens": 29000}
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 def body_of(path: str, **more: Any) -> dict[str, Any]:
     """A request of many minutes."""
-    prompt = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    prompt = {"messages": [user("x")]} if "chat" in path else {"prompt": "x"}
     return {**LONG, **prompt, **more}
 
 
@@ -41,20 +43,14 @@ def test_sigterm_ends_streams_with_a_last_event(model_folder: Path, tmp_path: Pa
     """They were cut in the middle, with a traceback for each, and new clients could not connect."""
     begun = [threading.Semaphore(0) for _ in PATHS]
     streams: list[tuple[str, list[str]]] = [(path, []) for path in PATHS]
-    whole: list[httpx2.Response] = []
     with (tmp_path / "errors.txt").open("w") as errors:
-        line = [str(model_folder), *LINE, "--shutdown_seconds", "600"]
-        with server_process(line, errors=errors) as (process, url):
+        with server_process(f"{model_folder} {LINE} --shutdown_seconds 600", errors=errors) as (process, url):
             threads = [
                 threading.Thread(target=streamed, args=(url, path, semaphore, events))
                 for (path, events), semaphore in zip(streams, begun, strict=True)
             ]
             body, target = body_of(PATHS[1]), f"{url}{PATHS[1]}"
-            threads.append(
-                threading.Thread(
-                    target=lambda: whole.append(httpx2.post(target, json=body, headers=HEADERS, timeout=120))
-                )
-            )
+            asking = ThreadPoolExecutor(1).submit(httpx2.post, target, json=body, headers=HEADERS, timeout=120)
             # a client that never reads what it is sent
             silent = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
             content = json.dumps(body_of(PATHS[1], stream=True)).encode()
@@ -67,7 +63,7 @@ def test_sigterm_ends_streams_with_a_last_event(model_folder: Path, tmp_path: Pa
                 assert all(semaphore.acquire(timeout=60) for _ in range(10))
             process.send_signal(signal.SIGTERM)
             wait_until(lambda: httpx2.get(f"{url}/health").status_code == 503)
-            refused = httpx2.post(target, json=body, headers=HEADERS)
+            refused = post(target, body)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopped")
             assert refused.headers["Retry-After"]
             process.send_signal(signal.SIGTERM)  # the running requests end now
@@ -86,7 +82,7 @@ def test_sigterm_ends_streams_with_a_last_event(model_folder: Path, tmp_path: Pa
             if choice["finish_reason"]
         }
         assert reasons == {0: "abort", 1: "abort"} and last["object"] == usage["object"], path
-    assert [answer.status_code for answer in whole] == [503] and whole[0].json()["error"]["code"] == "stopped"
+    assert asking.result().status_code == 503 and asking.result().json()["error"]["code"] == "stopped"
     log = (tmp_path / "errors.txt").read_text()
     assert "Traceback" not in log
     assert f"loading {model_folder} in float32 on cpu\n" in log
@@ -109,7 +105,7 @@ def test_a_server_whose_decoding_has_failed_says_so_and_exits(model_folder: Path
     """It answered 503 for ever, and nothing started it again."""
     events: list[str] = []
     with (tmp_path / "errors.txt").open("w") as errors:
-        with server_process([str(model_folder), *LINE], before=BROKEN, errors=errors) as (process, url):
+        with server_process(f"{model_folder} {LINE}", before=BROKEN, errors=errors) as (process, url):
             streamed(url, PATHS[0], threading.Semaphore(0), events)
             assert process.wait(timeout=60) == 70
     assert events[-1] == "[DONE]"

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.partition import full_tensors
@@ -22,10 +20,12 @@ from hybrid_rlhf.runtime.world import World
 from hybrid_rlhf.serving.followed_run import read_trained
 from tests.support.clock import wait_until
 from tests.support.engines import actor_spec, train_step
+from tests.support.errors import user_error
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
 from tests.support.runs import rl_line, run_python, sft_line
-from tests.support.serving import KEY, server_process
+from tests.support.services import Server
+from tests.support.serving import server_process
 from tests.support.tiny import tiny_model
 
 PROMPT = [7, 8, 9, 30]
@@ -72,7 +72,7 @@ def test_every_sharding_is_read(settings: dict[str, Any], model_folder: Path, tm
     for name, value in lm.named_parameters():
         torch.testing.assert_close(value.data.to(expected[name].dtype), expected[name], atol=1e-6, rtol=0, msg=name)
     other = tiny_model(num_hidden_layers=1)
-    with pytest.raises(UserError, match="of the served model"):
+    with user_error("of the served model"):
         read_trained(other, checkpoint)
     (checkpoint / "manifest.json").unlink()
     assert newest_valid(tmp_path / "run") is None, "it is not complete"
@@ -84,7 +84,7 @@ def test_weights_of_another_size_are_refused(model_folder: Path, tmp_path: Path)
     checkpoint = newest_valid(tmp_path / "run")
     assert checkpoint is not None
     smaller = tiny_model(intermediate_size=16)
-    with pytest.raises(UserError, match="elements in .* instead of .*: serve the model that the run began with"):
+    with user_error("elements in .* instead of .*: serve the model that the run began with"):
         read_trained(smaller, checkpoint)
 
 
@@ -98,26 +98,25 @@ def test_a_run_is_followed_to_its_newest_checkpoint(
     log = tmp_path / "log.txt"
     with (
         log.open("w") as errors,
-        server_process([str(model_folder), "--model_name", "m", "--follow", str(run)], errors=errors) as (_, url),
+        server_process(f"{model_folder} --model_name m --follow {run}", errors=errors) as (_, url),
     ):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120)
+        server = Server(url)
         wait_until(lambda: f"{run} has no complete checkpoint yet" in log.read_text())
-        assert client.models.retrieve("m").version == "0"
+        assert server.client.models.retrieve("m").version == "0"
         if kind == "weights":
-            line = sft_line(run, model_folder, pair_rows, "--data.eval_fraction", "0", "--train.max_steps", "2")
-            rate = "--optimizer.lr"
+            line = sft_line(
+                run, model_folder, pair_rows, "--data.eval_fraction 0 --train.max_steps 2 --optimizer.lr 0.05"
+            )
         else:
-            line = rl_line(run, model_folder, pair_rows, "--algorithm.name", "grpo", "--actor.lora.rank", "4")
-            line += ["--reward.components", LENGTH]
-            rate = "--actor.optimizer.lr"
-        done = run_python([*line, rate, "0.05", "--train.save_every", "2"])
+            more = "--algorithm.name grpo --actor.lora.rank 4 --actor.optimizer.lr 0.05 --reward.components"
+            line = rl_line(run, model_folder, pair_rows, more, LENGTH)
+        done = run_python([*line, "--train.save_every", "2"])
         assert done.returncode == 0, done.stderr
         saved = AutoModelForCausalLM.from_pretrained(run if kind == "weights" else run / "actor")
-        wait_until(lambda: client.models.retrieve("m").version == "step_2")
+        wait_until(lambda: server.client.models.retrieve("m").version == "step_2")
         assert f"serving the {kind} of {run / 'checkpoints' / 'step_2'}" in log.read_text()
-        more: dict[str, Any] = {"return_token_ids": True, "min_tokens": 20}
-        answer = client.completions.create(model="m", prompt=PROMPT, max_tokens=20, temperature=0, extra_body=more)
+        answer = server.complete(PROMPT, max_tokens=20, temperature=0, extra_body={"min_tokens": 20})
         engine = GenerationEngine.from_model(saved, stop_token_ids=[2])
         assert answer.system_fingerprint == "step_2"
         assert answer.choices[0].token_ids == engine.generate([PROMPT], GREEDY)[0][0].token_ids
-        assert [(entry.id, hasattr(entry, "parent")) for entry in client.models.list()] == [("m", False)]
+        assert [(entry.id, hasattr(entry, "parent")) for entry in server.client.models.list()] == [("m", False)]

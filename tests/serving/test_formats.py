@@ -12,17 +12,15 @@ import pydantic
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.batching.grammar import grammar_of, source_of
-from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.bodies import ChatBody
 from hybrid_rlhf.serving.formats import response_format
-from hybrid_rlhf.serving.service import Service
-from hybrid_rlhf.serving.web import served_in_background
+from tests.support.messages import user
+from tests.support.services import Server, open_service, served_service
 from tests.support.tiny import CHATML, SPECIAL, byte_tokenizer, tiny_model, tiny_tokenizer
 
 pytest.importorskip("llguidance")
-ASK: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 class Animal(pydantic.BaseModel):
@@ -34,12 +32,14 @@ class Animal(pydantic.BaseModel):
 
 
 def tool(name: str, *values: str) -> dict[str, Any]:
+    """A function of x, or of nothing."""
     schema = {"type": "object", "properties": {"x": {"enum": values}}, "required": ["x"], "additionalProperties": False}
+    if not values:
+        schema |= {"properties": {}, "required": []}
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
-TOOLS: list[Any] = [tool("add", "1", "2"), tool("ask", "why"), {"type": "function", "function": {"name": "end"}}]
-TOOLS[2]["function"]["parameters"] = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS: list[Any] = [tool("add", "1", "2"), tool("ask", "why"), tool("end")]
 CALLS = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['tool_calls'] %}CALLS{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
@@ -67,46 +67,42 @@ def tokenizer_of(template: str, special: tuple[str, ...]) -> PreTrainedTokenizer
 
 
 @contextmanager
-def asked(template: str, special: tuple[str, ...] = ()) -> Iterator[openai.OpenAI]:
-    """A client of a server of a random model, with a template; some marks are special tokens."""
+def asked(template: str, special: tuple[str, ...] = ()) -> Iterator[Server]:
+    """A server of a random model, with a template; some marks are special tokens."""
     tokenizer = tokenizer_of(template, special)
     model = tiny_model(vocab_size=259 + len(special), max_position_embeddings=600)
     engine = GenerationEngine.from_model(model, tokenizer=tokenizer, stop_token_ids=[2])
-    with engine.open(rows=4, max_tokens=600) as batch:
-        service = Service(batch, tokenizer, name="m", sampling=SamplingParams(max_new_tokens=400), max_queue=20)
-        with served_in_background(build_app(service, Access(), created=0)) as url:
-            yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    with open_service(engine, tokenizer, max_tokens=600, max_new_tokens=400) as service, served_service(service) as url:
+        yield Server(url)
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
+def server() -> Iterator[Server]:
     with asked(CHATML) as found:
         yield found
 
 
-def test_a_schema_gives_the_openai_client_its_typed_answer(client: openai.OpenAI) -> None:
+def test_a_schema_gives_the_openai_client_its_typed_answer(server: Server) -> None:
+    asked_for: Any = {"model": "m", "messages": [user("hello")], "response_format": Animal}
     for seed in range(3):
-        answer = client.chat.completions.parse(model="m", messages=ASK, response_format=Animal, seed=seed)
+        answer = server.client.chat.completions.parse(**asked_for, seed=seed)
         assert isinstance(answer.choices[0].message.parsed, Animal) and answer.choices[0].finish_reason == "stop"
     text = ""
-    with client.chat.completions.stream(model="m", messages=ASK, response_format=Animal, seed=2) as stream:
+    with server.client.chat.completions.stream(**asked_for, seed=2) as stream:
         for event in stream:
             text += event.delta if event.type == "content.delta" else ""
     assert Animal.model_validate_json(text) == answer.choices[0].message.parsed
 
 
-def test_a_json_object_is_one_also_where_it_is_cut(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="m", messages=ASK, response_format={"type": "json_object"}, seed=1, max_tokens=30, logprobs=True
-    )
+def test_a_json_object_is_one_also_where_it_is_cut(server: Server) -> None:
+    answer = server.chat(response_format={"type": "json_object"}, seed=1, max_tokens=30, logprobs=True)
     assert answer.choices[0].message.content.startswith("{")
-    schema = {"schema": Animal.model_json_schema()}
-    body = {"response_format": {"type": "json_schema", "json_schema": schema}}
-    choices = client.completions.create(model="m", prompt=["a", "b"], n=2, seed=1, extra_body=body).choices
+    body = {"response_format": ANIMAL}
+    choices = server.complete(["a", "b"], n=2, seed=1, extra_body=body).choices
     assert len([Animal.model_validate_json(choice.text) for choice in choices]) == 4
     lark = {"response_format": {"type": "lark", "lark": 'start: "yes" | "no"'}}
-    assert client.completions.create(model="m", prompt="a", extra_body=lark).choices[0].text in ("yes", "no")
-    plain = client.chat.completions.create(model="m", messages=ASK, response_format={"type": "text"}, max_tokens=2)
+    assert server.complete("a", extra_body=lark).choices[0].text in ("yes", "no")
+    plain = server.chat(response_format={"type": "text"}, max_tokens=2)
     assert plain.usage.completion_tokens == 2
 
 
@@ -114,11 +110,10 @@ def test_a_json_object_is_one_also_where_it_is_cut(client: openai.OpenAI) -> Non
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_required_calls_have_the_form_of_the_template(form: str, special: tuple[str, ...]) -> None:
     """Calls of Mistral and Hermes, whose marks may be special tokens."""
-    with asked(CALLS.replace("CALLS", TEMPLATES[form]), special) as client:
+    with asked(CALLS.replace("CALLS", TEMPLATES[form]), special) as server:
         for seed, choice in enumerate(["required", {"type": "function", "function": {"name": "ask"}}, "required"]):
-            (answer,) = client.chat.completions.create(
-                model="m", messages=ASK, tools=TOOLS, tool_choice=choice, seed=seed, parallel_tool_calls=False
-            ).choices
+            settings = {"tool_choice": choice, "seed": seed, "parallel_tool_calls": False}
+            (answer,) = server.chat(tools=TOOLS, **settings).choices
             assert answer.finish_reason == "tool_calls", answer
             (call,) = answer.message.tool_calls
             allowed = {"add": [{"x": "1"}, {"x": "2"}], "ask": [{"x": "why"}], "end": [{}]}[call.function.name]
@@ -126,12 +121,10 @@ def test_required_calls_have_the_form_of_the_template(form: str, special: tuple[
             assert choice == "required" or call.function.name == "ask"
 
 
-def test_several_calls_may_be_required(client: openai.OpenAI) -> None:
+def test_several_calls_may_be_required(server: Server) -> None:
     counts = set()
     for seed in range(8):
-        (answer,) = client.chat.completions.create(
-            model="m", messages=ASK, tools=TOOLS, tool_choice="required", seed=seed, max_tokens=500
-        ).choices
+        (answer,) = server.chat(tools=TOOLS, tool_choice="required", seed=seed, max_tokens=500).choices
         counts.add(len(answer.message.tool_calls))
     assert 1 in counts and max(counts) > 1
 
@@ -156,7 +149,7 @@ def test_reasoning_is_free_and_the_answer_follows_the_schema(
     tokenizer = tokenizer_of(THINKING, special)
     schema = {"type": "object", "properties": {"wild": {"type": "boolean"}}, "required": ["wild"]}
     schema["additionalProperties"] = False
-    body = ChatBody(model="m", messages=ASK, response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    body = ChatBody(model="m", messages=[user("x")], response_format=_format(schema))
     given = response_format(body, tokenizer, tokenizer(prompt)["input_ids"])
     assert given is not None
     state = grammar_of(source_of(given), tokenizer, vocab_size=len(tokenizer), stop=frozenset({2})).matcher
@@ -164,8 +157,11 @@ def test_reasoning_is_free_and_the_answer_follows_the_schema(
     assert (state.try_consume_tokens(ids) == len(ids) and state.is_accepting()) == is_valid
 
 
-def _schema() -> Any:
-    return {"type": "json_schema", "json_schema": {"name": "animal", "schema": Animal.model_json_schema()}}
+def _format(schema: dict[str, Any]) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}}
+
+
+ANIMAL = _format(Animal.model_json_schema())
 
 
 @pytest.mark.parametrize(
@@ -178,7 +174,7 @@ def _schema() -> Any:
             "json_schema.schema",
         ),
         ({"response_format": {"type": "lark", "lark": "start: a"}}, "response_format", "a grammar that compiles"),
-        ({"response_format": _schema(), "extra_body": {"min_tokens": 3}}, "response_format", "decides where"),
+        ({"response_format": ANIMAL, "extra_body": {"min_tokens": 3}}, "response_format", "decides where"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "auto, none, required or a function by name"),
         ({"tool_choice": "required"}, "tool_choice", "must have a function among tools"),
         (
@@ -186,10 +182,10 @@ def _schema() -> Any:
             "tool_choice",
             "must have a function among tools",
         ),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": _schema()}, "response_format", "leave one out"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": ANIMAL}, "response_format", "leave one out"),
     ],
 )
-def test_faulty_formats_are_refused_by_key(client: openai.OpenAI, more: dict[str, Any], key: str, rule: str) -> None:
+def test_faulty_formats_are_refused_by_key(server: Server, more: dict[str, Any], key: str, rule: str) -> None:
     with pytest.raises(openai.BadRequestError, match=rule) as refused:
-        client.chat.completions.create(model="m", messages=ASK, **more)
+        server.chat(**more)
     assert refused.value.param == key

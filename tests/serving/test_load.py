@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import psutil
 import pytest
 
 from tests.support.clock import wait_until
-from tests.support.serving import KEY, server_process
+from tests.support.services import HEADERS, metric
+from tests.support.serving import server_process
 
-HEADERS = {"Authorization": f"Bearer {KEY}"}
 STREAMS = 400
 CANCELLED = 1000
 ROUNDS = 5
@@ -58,8 +57,7 @@ def resident(process: psutil.Process) -> float:
 @pytest.mark.slow
 def test_many_streams_and_abandoned_ones_leave_nothing_behind(model_folder: Path) -> None:
     """400 streams at once have the tokens that they have alone; after 1,000 abandoned ones memory is as before."""
-    line = [str(model_folder), "--model_name", "m", "--max_queue", "1000", "--max_sequence_tokens", "256"]
-    with server_process(line) as (server, url):
+    with server_process(f"{model_folder} --model_name m --max_queue 1000 --max_sequence_tokens 256") as (server, url):
         process = psutil.Process(server.pid)
         whole = [{"seed": seed % 40, "tokens": 12, "leave_after": None} for seed in range(STREAMS)]
         found = asyncio.run(together(url, whole, STREAMS))
@@ -74,9 +72,3 @@ def test_many_streams_and_abandoned_ones_leave_nothing_behind(model_folder: Path
         assert metric(url, "kv_cache_used_ratio") == 0
         assert sizes[-1] < (1 + MOST_GROWTH) * statistics.median(sizes[:2]), sizes
         print("MiB after each round of abandoned streams:", sizes)
-
-
-def metric(url: str, name: str) -> float:
-    value = re.search(rf"^hybrid_rlhf_{name} (\S+)$", httpx2.get(f"{url}/metrics").text, re.MULTILINE)
-    assert value is not None, name
-    return float(value[1])

@@ -18,7 +18,6 @@ import pytest
 import torch
 from fastapi import FastAPI
 
-from hybrid_rlhf.cli.saved_models import serve
 from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model, load_scorer
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
@@ -34,31 +33,30 @@ from hybrid_rlhf.serving.saved_scorer import NotWanted
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Job
 from hybrid_rlhf.serving.token_text import TokenText
+from tests.support.commands import CommandLine
+from tests.support.messages import assistant, user
 from tests.support.models import random_adapter
-from tests.support.serving import KEY, learn_by_heart, server_process
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.services import Server, post
+from tests.support.serving import learn_by_heart, server_process
+from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 CALL = 'Yes. <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-ASK: list[Any] = [{"role": "user", "content": "call"}]
-HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+ASK: list[Any] = [user("call")]
 
 
 @pytest.fixture(scope="module")
 def caller_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that has learned one answer by heart, which is a call."""
-    folder, tokenizer, model = tmp_path_factory.mktemp("caller"), tiny_tokenizer(), tiny_model()
+    tokenizer, model = tiny_tokenizer(), tiny_model()
     prompt = encode_prompt(ASK, tokenizer)
     ids = torch.tensor([*prompt, *tokenizer(CALL, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
     learn_by_heart(model, ids, answer_begins=len(prompt))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("caller"), model)
 
 
 @pytest.fixture(scope="module")
 def reward_folder(paths: dict[str, str]) -> str:
-    tiny_tokenizer().save_pretrained(paths["reward"])
     return paths["reward"]
 
 
@@ -74,37 +72,33 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def url(caller_folder: Path, reward_folder: str, adapters: dict[str, str]) -> Iterator[str]:
-    line = [str(caller_folder), "--model_name", "caller", "--reward_model", reward_folder]
-    line += ["--adapters", "{" + ", ".join(f"{name}: {folder}" for name, folder in adapters.items()) + "}"]
-    with server_process([*line, "--max_sequence_tokens", "256"]) as (_, found):
+    named = ", ".join(f"{name}: {folder}" for name, folder in adapters.items())
+    line = f"{caller_folder} --model_name caller --reward_model {reward_folder} --adapters '{{{named}}}'"
+    with server_process(f"{line} --max_sequence_tokens 256") as (_, found):
         yield found
 
 
 @pytest.fixture(scope="module")
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120)
+def server(url: str) -> Server:
+    return Server(url, "call", name="caller")
 
 
 def test_scores_are_those_of_the_reward_model_alone(url: str, reward_folder: str) -> None:
     prompts, answers = ["hello", "a", "why? " * 9], ["yes", "a longer answer", "n"]
     model, _ = load_model(reward_folder, "scorer", config=ModelConfig(), dtype=torch.float32)
+    both = [[user(prompt), assistant(answer)] for prompt, answer in zip(prompts, answers, strict=True)]
     expected = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        turns = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": answer}]
-        ids = torch.tensor([encode_completion(*turns, tiny_tokenizer()).input_ids])
+    for prompt, answer in both:
+        ids = torch.tensor([encode_completion([prompt], [answer], tiny_tokenizer()).input_ids])
         with torch.no_grad():
             expected.append(float(Scorer(model)(ids, torch.ones_like(ids))[0, -1]))
-    both = [
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
     for path, body in (
         ("/score", {"prompt": prompts, "completion": answers}),
         ("/v1/score", {"messages": both}),
         ("/v1/score", {"messages": both[0]}),
         ("/score", {"prompt": prompts[0], "completion": answers[0]}),
     ):
-        answer = httpx2.post(f"{url}{path}", json={"model": reward_folder, **body}, headers=HEADERS, timeout=60).json()
+        answer = post(f"{url}{path}", {"model": reward_folder, **body}).json()
         assert [row["index"] for row in answer["data"]] == list(range(len(answer["data"])))
         scores = [row["score"] for row in answer["data"]]
         assert scores == pytest.approx(expected[: len(scores)], abs=1e-5) and len(scores) in (1, 3)
@@ -114,19 +108,18 @@ def test_scores_are_those_of_the_reward_model_alone(url: str, reward_folder: str
 def test_a_reward_model_is_served_alone(reward_folder: str, url: str) -> None:
     """Its scores are those beside another model; it completes nothing."""
     body = {"prompt": ["hello", "a"], "completion": ["yes", "no"]}
-    beside = httpx2.post(f"{url}/score", json={"model": reward_folder, **body}, headers=HEADERS, timeout=60).json()
-    with server_process([reward_folder, "--model_name", "judge"]) as (process, alone):
-        found = httpx2.post(f"{alone}/score", json={"model": "judge", **body}, headers=HEADERS, timeout=60).json()
+    beside = post(f"{url}/score", {"model": reward_folder, **body}).json()
+    with server_process(f"{reward_folder} --model_name judge") as (process, alone):
+        found = post(f"{alone}/score", {"model": "judge", **body}).json()
         assert found["data"] == beside["data"] and found["model"] == "judge"
-        client = openai.OpenAI(base_url=f"{alone}/v1", api_key=KEY, max_retries=0, timeout=60)
-        assert [model.id for model in client.models.list()] == ["judge"]
-        assert client.models.retrieve("judge").id == "judge"
+        server = Server(alone, name="judge")
+        assert [model.id for model in server.client.models.list()] == ["judge"]
+        assert server.client.models.retrieve("judge").id == "judge"
         with pytest.raises(openai.NotFoundError, match="the reward model of this server is judge, got 'x'"):
-            client.models.retrieve("x")
-        for ask in (client.chat.completions, client.completions):
-            given: dict[str, Any] = {"messages": ASK} if ask is client.chat.completions else {"prompt": "x"}
+            server.client.models.retrieve("x")
+        for ask in (server.chat, server.complete):
             with pytest.raises(openai.BadRequestError, match="judge is a reward model: send conversations to /score"):
-                ask.create(model="judge", **given)
+                ask()
         assert httpx2.get(f"{alone}/v1/models").status_code == 401
         assert 'path="/score",status="200"' in httpx2.get(f"{alone}/metrics").text
         assert httpx2.get(f"{alone}/health").json() == {"status": "ok"}
@@ -194,18 +187,16 @@ class SlowScorer:
         return torch.zeros(len(ids))
 
 
-def test_what_a_reward_model_does_not_read_is_refused(reward_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        serve.main([reward_folder, "--port", "0", "--max_batch_rows", "8"])
-    assert stopped.value.code == 2
-    assert "max_batch_rows is read where the served model generates" in capsys.readouterr().err
+def test_what_a_reward_model_does_not_read_is_refused(reward_folder: str, cli: CommandLine) -> None:
+    ended = cli(f"serve {reward_folder} --port 0 --max_batch_rows 8")
+    assert ended.code == 2 and "max_batch_rows is read where the served model generates" in ended.err
 
 
 def test_pairs_have_the_scores_of_prompts_and_completions(url: str, reward_folder: str) -> None:
     """vLLM's names; one first text goes with every second one."""
 
     def scores(**body: Any) -> list[float]:
-        answer = httpx2.post(f"{url}/score", json={"model": reward_folder, **body}, headers=HEADERS, timeout=60)
+        answer = post(f"{url}/score", {"model": reward_folder, **body})
         return [entry["score"] for entry in answer.raise_for_status().json()["data"]]
 
     expected = scores(prompt=["a", "a"], completion=["b", "c d"])
@@ -213,10 +204,9 @@ def test_pairs_have_the_scores_of_prompts_and_completions(url: str, reward_folde
 
 
 def test_bad_requests_for_scores_are_refused(url: str, reward_folder: str) -> None:
-    turn = {"role": "user", "content": "x"}
     for status, body, rule in (
-        (404, {"model": "caller", "messages": [turn]}, "the reward model of this server is"),
-        (400, {"messages": [turn]}, "must end with a turn of the assistant, got user"),
+        (404, {"model": "caller", "messages": [user("x")]}, "the reward model of this server is"),
+        (400, {"messages": [user("x")]}, "must end with a turn of the assistant, got user"),
         (400, {"prompt": ["a", "b"], "completion": ["c"]}, "as many prompts as completions, got 0, 2 and 1"),
         (400, {"messages": [[]]}, "messages.0 must"),
         (400, {"text_1": "a"}, "as many prompts as completions"),
@@ -227,15 +217,14 @@ def test_bad_requests_for_scores_are_refused(url: str, reward_folder: str) -> No
         (400, {"prompt": "\ud800", "completion": "y"}, "Unicode"),
         (400, {"messages": [{"role": "king"}]}, "'role' and 'content'|a role must be one of"),
     ):
-        content = json.dumps({"model": reward_folder, **body}).encode()
-        answer = httpx2.post(f"{url}/score", content=content, headers=HEADERS, timeout=60)
+        answer = post(f"{url}/score", {"model": reward_folder, **body})
         assert answer.status_code == status, answer.text
         assert any(part in answer.json()["error"]["message"] for part in rule.split("|")), answer.text
     assert httpx2.post(f"{url}/score", json={}).status_code == 401
 
 
 def test_each_adapter_has_its_own_tokens_also_at_the_same_time(
-    client: openai.OpenAI, caller_folder: Path, adapters: dict[str, str]
+    server: Server, caller_folder: Path, adapters: dict[str, str]
 ) -> None:
     engine = engine_at(find_model(ServeConfig(path=str(caller_folder))), kv_cache_gib=None, adapters=adapters)
     prompt, greedy = [7, 8, 9, 30], SamplingParams(max_new_tokens=40, temperature=0.0, min_new_tokens=40)
@@ -244,29 +233,28 @@ def test_each_adapter_has_its_own_tokens_also_at_the_same_time(
     assert len(set(map(tuple, expected))) == 3
 
     def ask(name: str) -> Any:
-        more = {"return_token_ids": True, "min_tokens": 40}
-        answer = client.completions.create(model=name, prompt=prompt, max_tokens=40, temperature=0, extra_body=more)
-        return answer.choices[0].token_ids
+        settings = {"max_tokens": 40, "temperature": 0, "extra_body": {"min_tokens": 40}}
+        return server.complete(prompt, model=name, **settings).choices[0].token_ids
 
     with ThreadPoolExecutor(12) as pool:
         assert list(pool.map(ask, ["caller", *adapters] * 4)) == expected * 4
 
 
-def test_adapters_are_listed_with_their_parent(client: openai.OpenAI, reward_folder: str) -> None:
-    listed = {model.id: getattr(model, "parent", None) for model in client.models.list()}
+def test_adapters_are_listed_with_their_parent(server: Server, reward_folder: str) -> None:
+    listed = {model.id: getattr(model, "parent", None) for model in server.client.models.list()}
     assert listed == {"caller": None, "poet": "caller", "clerk": "caller", reward_folder: None}
-    assert client.models.retrieve("poet").parent == "caller"
+    assert server.client.models.retrieve("poet").parent == "caller"
     with pytest.raises(openai.NotFoundError, match="the model of this server is caller, poet, clerk, got 'x'"):
-        client.completions.create(model="x", prompt="x")
+        server.complete(model="x")
 
 
-def test_calls_are_returned_as_calls(client: openai.OpenAI) -> None:
-    (choice,) = client.chat.completions.create(model="caller", messages=ASK, tools=TOOLS, temperature=0).choices
+def test_calls_are_returned_as_calls(server: Server) -> None:
+    (choice,) = server.chat(tools=TOOLS, temperature=0).choices
     assert choice.finish_reason == "tool_calls" and choice.message.content == "Yes."
     (call,) = choice.message.tool_calls
     assert call.function.name == "f" and json.loads(call.function.arguments) == {"x": 1} and len(call.id) == 9
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        plain = client.chat.completions.create(model="caller", messages=ASK, temperature=0, **more).choices[0]
+        plain = server.chat(temperature=0, **more).choices[0]
         assert plain.message.tool_calls is None and plain.finish_reason == "stop" and plain.message.content == CALL
 
 
@@ -298,9 +286,9 @@ def test_a_forward_whose_scores_nobody_wants_ends(reward_folder: str) -> None:
     assert scorer.scores([[1, 2, 3]]).shape == (1,)
 
 
-def test_streamed_calls_are_the_same(client: openai.OpenAI) -> None:
+def test_streamed_calls_are_the_same(server: Server) -> None:
     text, calls, reason = "", [], None
-    for chunk in client.chat.completions.create(model="caller", messages=ASK, tools=TOOLS, temperature=0, stream=True):
+    for chunk in server.chat(tools=TOOLS, temperature=0, stream=True):
         (choice,) = chunk.choices
         text += choice.delta.content or ""
         calls += choice.delta.tool_calls or []
@@ -309,6 +297,6 @@ def test_streamed_calls_are_the_same(client: openai.OpenAI) -> None:
     assert [(call.index, call.function.name) for call in calls] == [(0, "f")]
 
 
-def test_cut_calls_stay_text(client: openai.OpenAI) -> None:
-    cut = client.chat.completions.create(model="caller", messages=ASK, tools=TOOLS, temperature=0, max_tokens=30)
+def test_cut_calls_stay_text(server: Server) -> None:
+    cut = server.chat(tools=TOOLS, temperature=0, max_tokens=30)
     assert cut.choices[0].message.content == CALL[:30] and cut.choices[0].finish_reason == "length"

@@ -10,15 +10,7 @@ from typing import Any
 
 import httpx2
 
-from tests.support.training_server import (
-    ALICE,
-    BASE,
-    BOB,
-    SEQUENCE,
-    Client,
-    forward_backward,
-    training_server,
-)
+from tests.support.training_server import BASE, BOB, Client, forward_backward, training_server
 
 VALUES: list[Any] = [
     None, True, -1, 0, 1, 2**31, 2**63, 2**80, -0.5, 1e308, "", "x", "tinker://a/weights/b", "../..", "\x00", "ä" * 300,
@@ -111,13 +103,13 @@ def test_malformed_requests_never_fail_the_server_and_change_nothing_of_others(t
         wanted = bob.train(bob.model(), 1, 4)
         model = bob.model()
         losses = bob.train(model, 1, 2)
-        path = bob.done("save_weights", model_id=model, seq_id=5, path="state")["path"]
+        path = bob.save(model, 5, "state")["path"]
         files = {file.name: file.read_bytes() for file in service.store.find(path, "bob").folder.iterdir()}
 
-        alice = Client(url, ALICE)
+        alice = Client(url)
         session = alice.session()
         mine = alice.model(session)
-        alice.done("save_weights", model_id=mine, seq_id=1, path="a")
+        alice.save(mine, 1, "a")
         statuses: dict[int, int] = {}
 
         def send(answer: httpx2.Response, what: object) -> None:
@@ -142,7 +134,7 @@ def test_malformed_requests_never_fail_the_server_and_change_nothing_of_others(t
             ):
                 send(alice.request(route, raw, **{"Content-Type": "application/json"}), (route, raw))
         inputs = [{"logprobs": [-1.0] * 8, "advantages": [0.5] * 8}]
-        good = forward_backward(mine, 20_000, [SEQUENCE], loss="ppo", inputs=inputs, config={"clip_low_threshold": 0.9})
+        good = forward_backward(mine, 20_000, loss="ppo", inputs=inputs, config={"clip_low_threshold": 0.9})
         for _ in range(200):
             changed = damaged(good, rng)
             send(alice.request("forward_backward", changed), changed)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,28 +28,28 @@ def send(model: Model, seq: int, rows: list[int]) -> None:
     model.waiting[seq] = Command(model, "forward_backward", future, rows=packed)
 
 
-def model(queue: CommandQueue, owner: Tenant, name: str) -> Model:
-    """A model in the engine."""
-    queue.models[name] = Model(Run(name, owner.name, "session"), owner, next_seq=1, ready=True)
-    return queue.models[name]
+def model(queue: CommandQueue, owner: Tenant, name: str, rows: list[int] | None = None) -> Model:
+    """A model in the engine, with a command of these rows."""
+    found = queue.models[name] = Model(Run(name, owner.name, "session"), owner, next_seq=1, ready=True)
+    if rows:
+        send(found, 1, rows)
+    return found
 
 
-def tokens_by_tenant(rows: list[TakenRow]) -> dict[str, int]:
-    counts: dict[str, int] = {}
+def tokens_by_tenant(rows: list[TakenRow]) -> Counter[str]:
+    counts: Counter[str] = Counter()
     for command, row in rows:
-        name = command.model.tenant.name
-        counts[name] = counts.get(name, 0) + row.tokens
+        counts[command.model.tenant.name] += row.tokens
     return counts
 
 
 def test_a_short_command_is_in_the_next_batch_whatever_others_have_queued() -> None:
     queue = CommandQueue(batch_tokens=100)
-    alice = tenant("alice")
-    bob = tenant("bob")
-    send(model(queue, alice, "a"), 1, [10] * 1000)
+    alice, bob = map(tenant, ("alice", "bob"))
+    model(queue, alice, "a", [10] * 1000)
     for _ in range(50):  # alice is alone, and gets all of it
         assert tokens_by_tenant(queue.next_rows()) == {"alice": 100}
-    send(model(queue, bob, "b"), 1, [10, 10, 10])
+    model(queue, bob, "b", [10, 10, 10])
     assert tokens_by_tenant(queue.next_rows()) == {"alice": 70, "bob": 30}
     assert tokens_by_tenant(queue.next_rows()) == {"alice": 100}
 
@@ -54,19 +57,14 @@ def test_a_short_command_is_in_the_next_batch_whatever_others_have_queued() -> N
 def test_tenants_share_equally_from_now_on_whatever_they_had_before() -> None:
     """Neither is one ahead for having been idle, nor behind for having been alone, nor for having several models."""
     queue = CommandQueue(batch_tokens=60)
-    alice = tenant("alice")
-    bob = tenant("bob")
-    carol = tenant("carol")
-    send(model(queue, alice, "a"), 1, [10] * 600)
+    alice, bob, carol = map(tenant, ("alice", "bob", "carol"))
+    model(queue, alice, "a", [10] * 600)
     for _ in range(20):
         queue.next_rows()
     for number in range(5):
-        send(model(queue, bob, f"b{number}"), 1, [5] * 600)
-    send(model(queue, carol, "c"), 1, [20] * 600)
-    counts = {"alice": 0, "bob": 0, "carol": 0}
-    for _ in range(30):
-        for name, tokens in tokens_by_tenant(queue.next_rows()).items():
-            counts[name] += tokens
+        model(queue, bob, f"b{number}", [5] * 600)
+    model(queue, carol, "c", [20] * 600)
+    counts = tokens_by_tenant([row for _ in range(30) for row in queue.next_rows()])
     assert max(counts.values()) - min(counts.values()) <= 20, counts
     assert {entry.served_tokens for entry in queue.models.values() if entry.tenant is bob} <= {115, 120, 125}
 
@@ -74,11 +72,9 @@ def test_tenants_share_equally_from_now_on_whatever_they_had_before() -> None:
 def test_one_that_leaves_and_comes_back_waits_no_longer_for_it() -> None:
     """A client sends its next command when it has the last result: its queue is empty in between."""
     queue = CommandQueue(batch_tokens=40)
-    alice = tenant("alice")
-    bob = tenant("bob")
-    long = model(queue, alice, "a")
+    alice, bob = map(tenant, ("alice", "bob"))
+    model(queue, alice, "a", [10] * 10_000)
     short = model(queue, bob, "b")
-    send(long, 1, [10] * 10_000)
     batches = 0
     for seq in range(1, 101):
         send(short, seq, [10, 10])
@@ -140,19 +136,12 @@ def test_results_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) ->
     done, _ = futures.open("done", alice, b"")
     futures.open("runs", alice, b"")
     done.finish({})
-    monkeypatch.setattr("hybrid_rlhf.serving.training.futures.time", Later())
+    later = time.monotonic() + 1000
+    monkeypatch.setattr("hybrid_rlhf.serving.training.futures.time", Mock(**{"monotonic.return_value": later}))
     futures.open("new", alice, b"")
     with pytest.raises(Gone):
         futures.find("done", alice)
     assert futures.find("runs", alice).answer is None
-
-
-class Later:
-    @staticmethod
-    def monotonic() -> float:
-        import time
-
-        return time.monotonic() + 1000
 
 
 def test_keys_name_their_tenants() -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,82 +16,60 @@ import pytest
 
 from hybrid_rlhf.board.runs.folders import RunFolder, RunFolders
 from hybrid_rlhf.board.runs.summary import RunSummaries
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import TrainServerConfig
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.serving.training.futures import Gone
 from hybrid_rlhf.serving.training.sessions import Sessions
 from hybrid_rlhf.serving.training.store import Checkpoint, Records, Store, UnknownObject
 from hybrid_rlhf.serving.training.tenants import Quotas, Tenant
-from tests.support.training_server import (
-    SEQUENCE,
-    Client,
-    forward_backward,
-    samples_of,
-    training_server_process,
-)
+from tests.support.errors import refused, user_error
+from tests.support.training_server import SEQUENCE, Client, error_of, training_server_process
 
 KEY = "tml-any"
-
-
-def sampled(client: Client, place: int, sampler: str) -> Any:
-    request = client.request(
-        "asample",
-        {
-            "sampling_session_id": sampler,
-            "seq_id": place,
-            "prompt": {"chunks": [{"tokens": SEQUENCE[:1]}]},
-            "sampling_params": {"max_tokens": 8, "temperature": 0},
-        },
-    )
-    return samples_of(client.result(request.json()["request_id"]))[0]
 
 
 def test_a_killed_server_comes_back_with_all_that_was_saved(model_folder: Path, tmp_path: Path) -> None:
     """And with no more: an update that was not saved is never silently missing from what comes after. The board shows
     it all the while."""
     folder = tmp_path / "server"
-    base = {"model_name": "tiny"}
-    words = ["--model_name", "tiny"]
-    with training_server_process(str(model_folder), folder, *words) as (process, url):
+    process_of = partial(training_server_process, str(model_folder), folder, "--model_name tiny")
+    with process_of() as (process, url):
         client = Client(url, KEY)
         session = client.session()
         exact, lost, new, reference = (client.model(session, number) for number in range(4))
         client.train(exact, 1, 3)
-        state = client.done("save_weights", model_id=exact, seq_id=7, path="state")["path"]
-        saved = client.done("save_weights_for_sampler", model_id=exact, seq_id=8, sampling_session_seq_id=0)
-        sampler = saved["sampling_session_id"]
-        tokens = sampled(client, 0, sampler)
+        state = client.save(exact, 7, "state")["path"]
+        saved = client.save(exact, 8, None)
+        sampler = {"sampling_session_id": saved["sampling_session_id"]}
+        tokens = client.greedy(SEQUENCE[0], **sampler)
         client.train(lost, 1, 1)
-        client.done("save_weights", model_id=lost, seq_id=3, path="early")
+        client.save(lost, 3, "early")
         client.train(lost, 4, 2)
         wanted = client.train(reference, 1, 6)[3:]
         long = client.forward_backward(lost, 8, [list(range(3, 60))] * 500)  # seconds of work
         process.send_signal(signal.SIGKILL)
         assert process.wait(30) == -signal.SIGKILL
-    runs = folder / "runs"
-    (runs / exact / "weights" / ".half.partial").mkdir()
+    half = folder / "runs" / exact / "weights" / ".half.partial"
+    half.mkdir()
 
-    with training_server_process(str(model_folder), folder, *words) as (process, url):
+    with process_of() as (process, url):
         client = Client(url, KEY)
-        assert not (runs / exact / "weights" / ".half.partial").exists()
+        assert not half.exists()
         unfinished = client.request("retrieve_future", {"request_id": long})
-        assert unfinished.status_code == 410 and "send the request again" in unfinished.json()["error"]
+        assert "send the request again" in error_of(unfinished, 410)
         assert client.post("session_heartbeat", session_id=session)
         # saved by its last commands: goes on exactly, also if the answer of the last one was lost
-        assert client.done("save_weights_for_sampler", model_id=exact, seq_id=8, sampling_session_seq_id=0) == saved
-        assert sampled(client, 1, sampler) == tokens
+        assert client.save(exact, 8, None) == saved
+        assert client.greedy(SEQUENCE[0], 1, **sampler) == tokens
         losses = client.train(exact, 9, 3)
         assert losses == pytest.approx(wanted, rel=1e-6)
         # updates are lost: says so
-        answer = client.request("forward_backward", forward_backward(lost, 8, [SEQUENCE]))
-        assert answer.status_code == 410 and f"tinker://{lost}/weights/early" in answer.json()["error"]
+        assert f"tinker://{lost}/weights/early" in error_of(client.send(lost, 8), 410)
         # never trained: is what it was
         first = client.train(new, 1, 1)
         assert first == client.train(client.model(session, 4), 1, 1)
-        loaded = client.done("load_weights", session_id=session, model_seq_id=5, path=state, optimizer=True)
-        assert client.train(loaded["model_id"], 1, 3) == losses
-        assert client.request("create_model", _model(session, 0, **base)).status_code == 200
+        assert client.train(client.load(state, session, 5, optimizer=True)["model_id"], 1, 3) == losses
+        assert client.post("create_model", session_id=session, model_seq_id=0, base_model="tiny")
         (shown,) = RunFolders([folder]).all()
         assert _summary(shown) == ("running", None, "train-server", str(model_folder))
         listed = client.get("training_runs").json()["training_runs"]
@@ -108,40 +87,37 @@ def _summary(run: RunFolder) -> tuple[Any, ...]:
     return tuple(summary[key] for key in ("state", "problem", "algorithm", "model"))
 
 
-def _model(session: str, number: int, **more: Any) -> dict[str, Any]:
-    return {"session_id": session, "model_seq_id": number, "base_model": more["model_name"]}
-
-
 def test_two_servers_do_not_share_a_folder(model_folder: Path, tmp_path: Path) -> None:
     from hybrid_rlhf.serving.training.server import serve_training
 
-    with training_server_process(str(model_folder), tmp_path):
-        config = TrainServerConfig(path=str(model_folder), output_dir=str(tmp_path), port=0)
-        with pytest.raises(UserError, match="output_dir is for one server at a time, .* is in use by process"):
-            serve_training(config, lambda _: pytest.fail("it loads nothing"), api_keys={}, report=print)
+    config = TrainServerConfig(path=str(model_folder), output_dir=str(tmp_path), port=0)
+    with (
+        training_server_process(str(model_folder), tmp_path),
+        user_error("output_dir is for one server at a time, .* is in use by process"),
+    ):
+        serve_training(config, lambda _: pytest.fail("it loads nothing"), api_keys={}, report=print)
 
 
 def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever the writer is killed."""
     store = Store(tmp_path)
     checkpoint = Checkpoint("run", "weights", "a", "alice", 4, 1, 1.0, 0)
+    weights = tmp_path / "runs" / "run" / "weights"
 
     class Killed(BaseException):
         pass
-
-    def killed(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "half").write_text("half")
-        raise Killed
-
-    with pytest.raises(Killed):
-        store.write_checkpoint(checkpoint, killed, overwrite=False)
-    assert not list((tmp_path / "runs" / "run" / "weights").iterdir())
 
     def whole(folder: Path) -> None:
         folder.mkdir()
         (folder / "all").write_text("all")
 
+    def killed(folder: Path) -> None:
+        whole(folder)
+        raise Killed
+
+    with pytest.raises(Killed):
+        store.write_checkpoint(checkpoint, killed, overwrite=False)
+    assert not list(weights.iterdir())
     store.write_checkpoint(checkpoint, whole, overwrite=False)
     again = Store(tmp_path)
     assert again.find("tinker://run/weights/a", "alice").size_bytes == 3
@@ -161,7 +137,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.
         patch.setattr(Path, "rename", failing)
         with pytest.raises(OSError, match="no space"):
             again.write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=True)
-    assert (tmp_path / "runs" / "run" / "weights" / "a" / "all").exists(), "not only after a restart"
+    assert (weights / "a" / "all").exists(), "not only after a restart"
 
     # the old one steps aside, the new one gets its name, the old one is removed
     for patched, name, function, kept in (
@@ -174,18 +150,18 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.
                 again.write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=True)
         again = Store(tmp_path)
         assert again.find("tinker://run/weights/a", "alice").seq == kept
-        assert [entry.name for entry in (tmp_path / "runs" / "run" / "weights").iterdir()] == ["a"]
+        assert [entry.name for entry in weights.iterdir()] == ["a"]
     again.write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=False)  # an answer was lost: it comes again
-    with pytest.raises(UserError, match="a checkpoint never changes"):
+    with user_error("a checkpoint never changes"):
         again.write_checkpoint(replace(checkpoint, seq=3), whole, overwrite=False)
     assert again.find("tinker://run/weights/a", "alice").seq == 2
     for path, tenant in (("tinker://run/weights/b", "alice"), ("tinker://run/weights/a", "bob")):
         with pytest.raises(UnknownObject):
             again.find(path, tenant)
-    with pytest.raises(UserError, match="a path is tinker://RUN/weights/NAME"):
+    with user_error("a path is tinker://RUN/weights/NAME"):
         again.find("tinker://run/../weights/a", "alice")
-    (tmp_path / "runs" / "run" / "weights" / "a" / "checkpoint.json").write_text("{")
-    with pytest.raises(UserError, match="a server's folder has the files that it wrote, .*checkpoint.json was changed"):
+    (weights / "a" / "checkpoint.json").write_text("{")
+    with user_error("a server's folder has the files that it wrote, .*checkpoint.json was changed"):
         Store(tmp_path)
 
 
@@ -247,7 +223,7 @@ def test_only_the_last_unnamed_weights_are_kept(tmp_path: Path) -> None:
         checkpoint.sampler = f"session:sample:{number}"
         store.write_checkpoint(checkpoint, lambda folder: folder.mkdir(), overwrite=False)
         store.samplers.write(checkpoint.sampler, tenant="a", path=checkpoint.path)
-    kept = [3, 4, 5, 6, 7, 8, 9, 10, 11]
+    kept = [*range(3, 12)]
     assert sorted(int(entry.name) for entry in store.checkpoints()) == kept
     assert {*Store(tmp_path).samplers} == {f"session:sample:{number}" for number in kept}, "also on disk"
 
@@ -262,7 +238,7 @@ def test_only_the_last_unnamed_weights_are_kept(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_in_settings_are_named(settings: dict[str, Any], error: str) -> None:
-    with pytest.raises(UserError, match=error):
+    with user_error(error):
         TrainServerConfig(path="m", **settings)
 
 
@@ -271,6 +247,4 @@ def test_keys_are_checked_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("BAD", "sk-secret-secret")
     assert TrainServerConfig(path="m", api_keys={"a": "${ONE}"}).expanded_api_keys() == {"a": "tml-one-secret"}
     for keys in ({"a": "${BAD}"}, {"a": "tml-x"}, {"a": "${ONE}", "b": "${ONE}"}):
-        with pytest.raises(UserError) as raised:
-            TrainServerConfig(path="m", api_keys=keys).expanded_api_keys()
-        assert "secret" not in str(raised.value)
+        assert "secret" not in refused(TrainServerConfig(path="m", api_keys=keys).expanded_api_keys)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,18 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.serving.app import Access, build_app
-from hybrid_rlhf.serving.service import Service
 from hybrid_rlhf.serving.updates import ModelUpdates
 from hybrid_rlhf.serving.web import served_in_background
 from tests.support.clock import wait_until
+from tests.support.errors import user_error
 from tests.support.models import random_adapter
+from tests.support.services import Server, open_service
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 PROMPT = [7, 8, 9, 30]
-JSON = {"Content-Type": "application/json"}
 TOKENS = 1500
 
 
@@ -42,36 +40,36 @@ def expected(tokens: int, seed: int = 0, adapter: str | None = None) -> list[int
     return engine.generate([PROMPT], greedy, adapters=["a"] if adapter else [])[0][0].token_ids
 
 
-@dataclass
-class Changing:
+class Changing(Server):
     """A server whose adapters and weights change."""
 
-    url: str
-    client: openai.OpenAI
-    engine: GenerationEngine
-    service: Service
-    updates: ModelUpdates
-    app: FastAPI
+    def __init__(self, url: str, updates: ModelUpdates, app: FastAPI) -> None:
+        super().__init__(url)
+        self.updates, self.app = updates, app
 
-    def ask(self, name: str = "m", tokens: int = 20) -> Any:
-        more = {"return_token_ids": True, "min_tokens": tokens}
-        answer = self.client.completions.create(
-            model=name, prompt=PROMPT, max_tokens=tokens, temperature=0, extra_body=more
-        )
-        return answer.choices[0].token_ids, answer.system_fingerprint
+    def ask(self, name: str = "m", tokens: int = 20, *, stream: bool = False) -> Any:
+        settings = {"max_tokens": tokens, "temperature": 0, "extra_body": {"min_tokens": tokens}}
+        answer = self.complete(PROMPT, model=name, stream=stream, **settings)
+        return answer if stream else (answer.choices[0].token_ids, answer.system_fingerprint)
 
     def begin(self, name: str = "m") -> Any:
         """A stream of many tokens that has begun."""
-        more = {"return_token_ids": True, "min_tokens": TOKENS}
-        stream = self.client.completions.create(
-            model=name, prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True, extra_body=more
-        )
+        stream = self.ask(name, TOKENS, stream=True)
         first = next(iter(stream))
         return stream, list(first.choices[0].token_ids), first.system_fingerprint
 
     def load(self, name: str, path: str) -> httpx2.Response:
-        body = {"name": name, "path": path}
-        return httpx2.post(f"{self.url}/v1/adapters", json=body, headers=JSON, timeout=60)
+        return self.post("/v1/adapters", {"name": name, "path": path})
+
+    def replace_weights(self) -> Future[None]:
+        loops: list[asyncio.AbstractEventLoop] = []
+
+        @self.app.get("/loop")
+        async def loop() -> None:
+            loops.append(asyncio.get_running_loop())
+
+        httpx2.get(f"{self.url}/loop", timeout=60).raise_for_status()
+        return asyncio.run_coroutine_threadsafe(self.updates.replace_weights(model(5), "step_9", 9), loops[0])
 
 
 @pytest.fixture
@@ -79,13 +77,11 @@ def changing(tmp_path: Path) -> Iterator[Changing]:
     for seed, name in enumerate(("one", "two", "three")):
         random_adapter(model(), tmp_path / "adapters" / name, seed, "all-linear" if seed else ["q_proj", "down_proj"])
     engine = GenerationEngine.from_model(model(), tokenizer=tiny_tokenizer(), stop_token_ids=[2])
-    with engine.open(rows=4, max_tokens=1900) as batch:
-        service = Service(batch, tiny_tokenizer(), name="m", sampling=SamplingParams(), max_queue=20)
-        updates = ModelUpdates(service, engine, batch, model, adapters_from=str(tmp_path / "adapters"))
+    with open_service(engine, tiny_tokenizer(), max_tokens=1900) as service:
+        updates = ModelUpdates(service, engine, service.batch, model, adapters_from=str(tmp_path / "adapters"))
         app = build_app(service, Access(), created=0, updates=updates)
         with served_in_background(app) as url:
-            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-            yield Changing(url, client, engine, service, updates, app)
+            yield Changing(url, updates, app)
 
 
 @pytest.mark.slow
@@ -109,7 +105,7 @@ def test_a_replaced_adapter_is_that_of_later_requests_alone(changing: Changing, 
     wait_until(lambda: not any(service.running for service in changing.updates._retired.values()))
     changing.load("clerk", "three")
     assert changing.ask("clerk")[0] == expected(20, adapter=folders["three"])
-    assert len(changing.engine.adapters) <= 2, "numbers are used again"
+    assert len(changing.updates._engine.adapters) <= 2, "numbers are used again"
     assert {entry.id for entry in changing.client.models.list()} == {"m", "clerk"}
 
 
@@ -131,46 +127,23 @@ def test_weights_change_between_requests(changing: Changing) -> None:
     new = expected(20, seed=5)
     assert changing.ask() == (old[:20], "0")
     stream, ids, _ = changing.begin()
-    answers: list[Any] = []
-
-    async def replace() -> None:
-        await changing.updates.replace_weights(model(5), "step_9", 9)
-
-    loop = _loop_of(changing)
-    replaced = asyncio.run_coroutine_threadsafe(replace(), loop)
-    wait_until(lambda: not changing.service.admits.is_set())
-    asking = threading.Thread(target=lambda: answers.append(changing.ask()))
-    asking.start()
+    replaced = changing.replace_weights()
+    wait_until(lambda: not changing.updates._service.admits.is_set())
+    thread = ThreadPoolExecutor(1)
+    asking = thread.submit(changing.ask)
     for chunk in stream:
         assert chunk.system_fingerprint == "0"
         ids += [token for choice in chunk.choices for token in choice.token_ids]
     assert ids == old
     replaced.result(timeout=60)
-    asking.join()
-    assert answers == [(new, "step_9")]
+    assert asking.result() == (new, "step_9")
     assert changing.client.models.retrieve("m").version == "step_9"
 
 
 def test_adapters_follow_other_weights(changing: Changing, tmp_path: Path) -> None:
     changing.load("poet", "two")
-    replaced = asyncio.run_coroutine_threadsafe(
-        changing.updates.replace_weights(model(5), "step_9", 9), _loop_of(changing)
-    )
-    replaced.result(timeout=60)
+    changing.replace_weights().result(timeout=60)
     assert changing.ask("poet")[0] == expected(20, seed=5, adapter=str(tmp_path / "adapters" / "two"))
-
-
-def _loop_of(changing: Changing) -> asyncio.AbstractEventLoop:
-    """The event loop of the server."""
-    found: list[asyncio.AbstractEventLoop] = []
-
-    @changing.app.get("/loop")
-    async def loop() -> dict[str, str]:
-        found.append(asyncio.get_running_loop())
-        return {}
-
-    httpx2.get(f"{changing.url}/loop", timeout=60).raise_for_status()
-    return found[0]
 
 
 def test_only_adapters_of_the_folder_are_loaded(changing: Changing, tmp_path: Path) -> None:
@@ -185,5 +158,5 @@ def test_only_adapters_of_the_folder_are_loaded(changing: Changing, tmp_path: Pa
 
 
 def test_a_server_that_loads_adapters_needs_a_key() -> None:
-    with pytest.raises(UserError, match="adapters_from needs an api_key"):
+    with user_error("adapters_from needs an api_key"):
         ServeConfig(path="m", adapters_from="adapters")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import derive_seed
 from hybrid_rlhf.runtime.world import solo_world
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective, last_completion_start
+from tests.support.commands import CommandLine
 from tests.support.marks import faults
+from tests.support.messages import assistant, user
 from tests.support.ranks import run_main
-from tests.support.steps import write_lines
-from tests.support.tiny import CHATML, VOCABULARY, tiny_model, tiny_tokenizer
+from tests.support.steps import read_rows, words, write_lines
+from tests.support.tiny import VOCABULARY, save_tiny, tiny_model, tiny_tokenizer
 
 MODULE = "hybrid_rlhf.cli.sft"
 
@@ -38,8 +41,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": f"{i}+{i % 7}?", "completion": "=" * (1 + i % 5) + str(i + i % 7)} for i in range(30)
     ]
     rows += [{"text": "plain " + "words " * (i % 4)} for i in range(6)]
-    turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "efg")]
-    rows += [{"messages": [{"role": role, "content": f"{text}{i}"} for role, text in turns]} for i in range(6)]
+    turns = [(user, "a"), (assistant, "bc"), (user, "d"), (assistant, "efg")]
+    rows += [{"messages": [turn(f"{text}{i}") for turn, text in turns]} for i in range(6)]
     write_lines(folder / "rows.jsonl", rows)
     for seed, name in enumerate(("student", "teacher", "other")):
         tiny_model(seed, tie_word_embeddings=name != "teacher").save_pretrained(folder / name)
@@ -59,18 +62,21 @@ def command_line(workspace: Path, name: str, *more: str, steps: int = 1) -> list
         f"--train.global_batch_size 8 --optimizer.lr 1e-3 --optimizer.warmup_fraction 0 --train.max_steps {steps} "
         "--logging.sinks []"
     )
-    return [*line.split(), *more]
+    return words(line, *more)
 
 
 def launch(workspace: Path, name: str, *more: str, ranks: int = 1, steps: int = 3) -> list[dict[str, Any]]:
     """A run; the lines of its metrics."""
     run_main(MODULE, ranks, command_line(workspace, name, *more, steps=steps))
-    file = workspace / "runs" / name / "metrics.jsonl"
-    return [json.loads(text) for text in file.read_text().splitlines()]
+    return metrics_of(workspace, name)
 
 
-def distil(workspace: Path, *line: str, teacher: str = "teacher") -> list[str]:
-    return ["--distill.teacher", str(workspace / teacher), *line]
+def metrics_of(workspace: Path, name: str) -> list[dict[str, Any]]:
+    return read_rows(workspace / "runs" / name / "metrics.jsonl")
+
+
+def distil(workspace: Path, line: str = "", teacher: str = "teacher") -> str:
+    return f"--distill.teacher {workspace}/{teacher} {line}"
 
 
 def whole_divergence(student: Any, teacher: Any, rows: Sequence[Mapping[str, Any]], kind: str) -> float:
@@ -87,15 +93,18 @@ def whole_divergence(student: Any, teacher: Any, rows: Sequence[Mapping[str, Any
     return total / count
 
 
+def data_of(workspace: Path, eval_fraction: float) -> RowDataConfig:
+    data = {"sources": [str(workspace / "rows.jsonl")], "cache_dir": str(workspace / "cache"), "max_length": 96}
+    return RowDataConfig(**data, eval_fraction=eval_fraction)
+
+
+TOKENIZED: Any = {"tokenizer": tiny_tokenizer(), "seed": 42, "world": solo_world(torch.device("cpu"))}
+
+
 @pytest.mark.parametrize("kind", ["forward", faults("jensen_shannon")])
 def test_the_student_moves_to_the_teacher_on_held_out_rows(kind: str, workspace: Path) -> None:
-    lines = launch(workspace, kind, *distil(workspace), "--distill.divergence", kind, steps=4)
-    data = RowDataConfig(
-        sources=[str(workspace / "rows.jsonl")], cache_dir=str(workspace / "cache"), max_length=96, eval_fraction=0.2
-    )
-    held_out = load_sft_data(
-        data, tokenizer=tiny_tokenizer(CHATML), seed=42, world=solo_world(torch.device("cpu"))
-    ).held_out
+    lines = launch(workspace, kind, distil(workspace, f"--distill.divergence {kind}"), steps=4)
+    held_out = load_sft_data(data_of(workspace, 0.2), **TOKENIZED).held_out
     teacher = AutoModelForCausalLM.from_pretrained(workspace / "teacher")
     for folder, line in ((workspace / "student", lines[0]), (workspace / "runs" / kind, lines[-1])):
         student = AutoModelForCausalLM.from_pretrained(folder)
@@ -107,22 +116,22 @@ def test_the_student_moves_to_the_teacher_on_held_out_rows(kind: str, workspace:
 
 
 def test_temperature_and_the_data_s_answers_are_mixed_in(workspace: Path) -> None:
-    options = "--distill.temperature 2 --distill.sft_coef 0.5".split()
-    lines = launch(workspace, "mixed", *distil(workspace, *options), steps=1)
+    options = distil(workspace, "--distill.temperature 2 --distill.sft_coef 0.5")
+    lines = launch(workspace, "mixed", options, steps=1)
     for prefix, line in (("eval", lines[0]), ("distill", lines[1])):
         assert line[f"{prefix}/loss"] == pytest.approx(4 * line[f"{prefix}/divergence"] + 0.5 * line[f"{prefix}/sft"])
 
 
 LAYOUTS = [
-    (1, "--train.micro_batch_size 1 --zero.stage 2".split()),
-    (1, "--train.micro_batch_tokens 150 --model.attention eager".split()),
-    (2, "--train.micro_batch_tokens 100 --zero.stage 3".split()),
+    (1, "--train.micro_batch_size 1 --zero.stage 2"),
+    (1, "--train.micro_batch_tokens 150 --model.attention eager"),
+    (2, "--train.micro_batch_tokens 100 --zero.stage 3"),
 ]
 KINDS = {
-    "distill": ("--distill.divergence jensen_shannon --distill.on_policy_fraction 0.5".split(), "distill/loss"),
-    "packed": ("--data.packing best_fit --train.global_batch_size 4".split(), "sft/loss"),
+    "distill": ("--distill.divergence jensen_shannon --distill.on_policy_fraction 0.5", "distill/loss"),
+    "packed": ("--data.packing best_fit --train.global_batch_size 4", "sft/loss"),
     "packed on-policy": (
-        "--data.packing best_fit --distill.on_policy_fraction 0.5 --train.global_batch_size 4".split(),
+        "--data.packing best_fit --distill.on_policy_fraction 0.5 --train.global_batch_size 4",
         "distill/loss",
     ),
 }
@@ -136,17 +145,17 @@ MORE_CASES = [("distill", 0), ("distill", 1), ("packed", 2), ("packed on-policy"
 def test_losses_do_not_depend_on_the_layout(kind: str, layout: int, workspace: Path) -> None:
     options, loss = KINDS[kind]
     if loss.startswith("distill"):
-        options = distil(workspace, *options, "--distill.sampling.max_new_tokens", "6")
+        options = distil(workspace, f"{options} --distill.sampling.max_new_tokens 6")
     ranks, line = LAYOUTS[layout]
     name = kind.replace(" ", "-")
     if not (workspace / "runs" / name / "finished.json").exists():
-        launch(workspace, name, *options)
-    expected = [json.loads(text) for text in (workspace / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    found = launch(workspace, f"{name}-{layout}", *options, *line, ranks=ranks)
+        launch(workspace, name, options)
+    expected = metrics_of(workspace, name)
+    found = launch(workspace, f"{name}-{layout}", options, line, ranks=ranks)
     for want, got in zip(expected, found, strict=True):
         for key in {loss, "grad_norm", "eval/loss", "distill/on_policy"} & set(want):
             assert got[key] == pytest.approx(want[key], abs=1e-4, rel=1e-4), (want["step"], key)
-    if "on_policy_fraction" in str(options):
+    if "on_policy_fraction" in options:
         assert {line["distill/on_policy"] for line in expected[1:]} == {0.0, 1.0}, "both kinds of updates"
 
 
@@ -162,7 +171,7 @@ def test_the_answers_of_on_policy_updates_are_the_student_s(workspace: Path, mon
 
     monkeypatch.setattr(DistillObjective, "resample", spy)
     options = "--distill.on_policy_fraction 1 --distill.sampling.max_new_tokens 5 --train.global_batch_size 32"
-    main(command_line(workspace, "sampled", "--data.eval_fraction", "0.05", *distil(workspace, *options.split())))
+    main(command_line(workspace, "sampled", "--data.eval_fraction 0.05", distil(workspace, options)))
     student = GenerationEngine.from_model(
         AutoModelForCausalLM.from_pretrained(workspace / "student"), stop_token_ids=(2,)
     )
@@ -192,10 +201,10 @@ def test_the_last_answer_is_found() -> None:
 
 def test_packed_rows_learn_what_their_conversations_do_alone(workspace: Path) -> None:
     """All conversations in one update: the same loss, gradient and weights, packed or not."""
-    plain = launch(workspace, "alone", "--data.eval_fraction", "0", "--train.global_batch_size", "42", steps=1)
+    plain = launch(workspace, "alone", "--data.eval_fraction 0 --train.global_batch_size 42", steps=1)
     rows = packed_rows(workspace)
     options = f"--data.eval_fraction 0 --data.packing best_fit --train.global_batch_size {rows}"
-    packed = launch(workspace, "together", *options.split(), steps=1)
+    packed = launch(workspace, "together", options, steps=1)
     for key in ("sft/loss", "grad_norm"):
         assert packed[1][key] == pytest.approx(plain[1][key], rel=1e-6)
     weights = [load_file(workspace / "runs" / name / "model.safetensors") for name in ("alone", "together")]
@@ -204,10 +213,7 @@ def test_packed_rows_learn_what_their_conversations_do_alone(workspace: Path) ->
 
 def packed_rows(workspace: Path) -> int:
     """How many there are of all conversations."""
-    config = RowDataConfig(
-        sources=[str(workspace / "rows.jsonl")], cache_dir=str(workspace / "cache"), max_length=96, eval_fraction=0
-    )
-    data = load_sft_data(config, tokenizer=tiny_tokenizer(), seed=42, world=solo_world(torch.device("cpu")))
+    data = load_sft_data(data_of(workspace, 0), **TOKENIZED)
     count = len(pack_rows(data.train, capacity=96, seed=42))
     assert 10 < count < 30
     return count
@@ -219,26 +225,21 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_ended(workspace: Pat
         "--distill.on_policy_fraction 0.5 --data.packing best_fit --distill.sampling.max_new_tokens 4 "
         "--train.global_batch_size 3 --train.save_every 1 --train.epochs 2"
     )
-    options = distil(workspace, *more.split())
-    launch(workspace, "resumed", *options)
+    options = distil(workspace, more)
+    launch(workspace, "resumed", options)
     folder = workspace / "runs" / "resumed"
     weights = (folder / "model.safetensors").read_bytes()
-    for part in sorted(folder.glob("checkpoints/step_3/*")):
-        part.unlink()
-    (folder / "checkpoints" / "step_3").rmdir()
+    shutil.rmtree(folder / "checkpoints" / "step_3")
     (folder / "finished.json").unlink()
-    launch(workspace, "resumed", *options, "--resume", "auto")
+    launch(workspace, "resumed", options, "--resume auto")
     assert (folder / "model.safetensors").read_bytes() == weights
 
 
-def test_rows_beyond_a_table_of_positions_are_refused(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_beyond_a_table_of_positions_are_refused(workspace: Path, cli: CommandLine) -> None:
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64)
-    AutoModelForCausalLM.from_config(config).save_pretrained(workspace / "gpt2")
-    tiny_tokenizer().save_pretrained(workspace / "gpt2")
-    with pytest.raises(SystemExit) as stopped:
-        main(command_line(workspace, "gpt2", "--model.path", str(workspace / "gpt2")))
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
+    save_tiny(workspace / "gpt2", AutoModelForCausalLM.from_config(config))
+    ended = cli(["sft", *command_line(workspace, "gpt2", f"--model.path {workspace}/gpt2")])
+    assert ended.code == 2 and ended.err.splitlines()[-1] == (
         "error: data.max_length must be at most the 64 positions of the model, got 96: set it to 64"
     )
 
@@ -255,18 +256,16 @@ def test_conditional_runs_keep_their_edges_and_plain_text(workspace: Path, monke
     monkeypatch.setattr(DistillObjective, "_sequences", spy)
     rows = workspace / "scored.jsonl"
     write_lines(rows, ({"text": f"plain {n}", "score": n} for n in range(12)))
-    more = f"--data.sources {rows} --condition.buckets 3 --distill.on_policy_fraction 1".split()
-    main(command_line(workspace, "told", *distil(workspace, *more)))
+    more = f"--data.sources {rows} --condition.buckets 3 --distill.on_policy_fraction 1"
+    main(command_line(workspace, "told", distil(workspace, more)))
     assert asked and not any(asked)
     told = json.loads((workspace / "runs" / "told" / "condition.json").read_text())
     assert told["texts"] == [f"<score {bucket}/3> " for bucket in (1, 2, 3)] and len(told["edges"]) == 2
 
 
-def test_a_teacher_must_share_the_student_s_tokens(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(command_line(workspace, "other", *distil(workspace, teacher="other")))
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
+def test_a_teacher_must_share_the_student_s_tokens(workspace: Path, cli: CommandLine) -> None:
+    ended = cli(["sft", *command_line(workspace, "other", distil(workspace, teacher="other"))])
+    assert ended.code == 2 and ended.err.splitlines()[-1] == (
         f"error: the teacher must share the student's tokens, {workspace / 'other'} has a different vocabulary "
         "(260 against 259 tokens): use a model of the student's family"
     )

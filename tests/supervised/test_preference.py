@@ -18,7 +18,6 @@ from datasets import Dataset
 from torch import Tensor
 
 from hybrid_rlhf.cli.preference import main
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.preference import (
     PREFERENCE_LOSSES,
     KTOConfig,
@@ -35,8 +34,11 @@ from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import solo_world
 from hybrid_rlhf.supervised.preference import KTO, PAIR_LOSSES, PairLoss, PairSide, reference
 from hybrid_rlhf.supervised.preference.objectives import PreferenceLabelObjective, PreferencePairObjective
+from tests.support.commands import CommandLine
+from tests.support.errors import refused
+from tests.support.marks import faults
 from tests.support.ranks import run_main
-from tests.support.steps import run_outputs, write_lines, write_rows
+from tests.support.steps import run_outputs, words, write_lines, write_rows
 from tests.support.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
 PAIRS = 6
@@ -176,11 +178,9 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("line", MISTAKES)
-def test_what_cannot_be_is_refused(line: str) -> None:
-    with pytest.raises(UserError) as error:
-        parse_config(PreferenceStepConfig, line.split())
-    assert str(error.value) == MISTAKES[line]
+@pytest.mark.parametrize(("line", "error"), MISTAKES.items())
+def test_what_cannot_be_is_refused(line: str, error: str) -> None:
+    assert refused(parse_config, PreferenceStepConfig, line.split()) == error
 
 
 def test_every_algorithm_is_in_the_table() -> None:
@@ -363,7 +363,7 @@ def command_line(workspace: Path, model: Path, output: Path, *more: str) -> list
         f"--model.path {model} --data.sources {workspace}/rows.jsonl --data.max_length 64 --data.max_eval_rows 4 "
         f"--data.cache_dir {workspace}/cache --logging.sinks [] --train.max_steps 1 --train.global_batch_size 8"
     )
-    return [*line.split(), "--output_dir", str(output), *more]
+    return words(line, f"--output_dir {output}", *more)
 
 
 def start(workspace: Path, model: Path, output: Path, *more: str) -> None:
@@ -374,13 +374,11 @@ def start(workspace: Path, model: Path, output: Path, *more: str) -> None:
 def test_a_kept_reference_says_what_a_live_one_does(name: str, tmp_path: Path, model_folder: Path) -> None:
     """The same run with log-probs read once, by a second model at each update, and gone on with after an end."""
     write_rows(tmp_path / "rows.jsonl")
-    more = (
-        f"--algorithm {name} --train.max_steps 4 --optimizer.lr 1e-3 --train.save_every 2 --train.keep_last 9".split()
-    )
+    more = f"--algorithm {name} --train.max_steps 4 --optimizer.lr 1e-3 --train.save_every 2 --train.keep_last 9"
     runs = {}
     for how in ("cached", "live"):
         runs[how] = tmp_path / how
-        line = command_line(tmp_path, model_folder, runs[how], *more, "--reference.logprobs", how)
+        line = command_line(tmp_path, model_folder, runs[how], more, f"--reference.logprobs {how}")
         run_main("hybrid_rlhf.cli.preference", 1, line)
     losses = [
         [told["preference/loss"] for told in run_outputs(folder)["metrics"] if told["step"]] for folder in runs.values()
@@ -391,27 +389,23 @@ def test_a_kept_reference_says_what_a_live_one_does(name: str, tmp_path: Path, m
     shutil.rmtree(runs["cached"] / "checkpoints" / "step_4")
     kept = runs["cached"] / "reference_logprobs.json"
     asked = kept.stat().st_mtime_ns
-    line = command_line(tmp_path, model_folder, runs["cached"], *more, "--resume", "auto")
+    line = command_line(tmp_path, model_folder, runs["cached"], more, "--resume auto")
     run_main("hybrid_rlhf.cli.preference", 1, line)
     assert kept.stat().st_mtime_ns == asked, "the reference was not asked again"
     assert run_outputs(runs["cached"]) == whole
 
 
-@pytest.mark.parametrize(
-    "more", [pytest.param((), marks=pytest.mark.faults), ("--algorithm", "kto")], ids=["dpo", "kto"]
-)
-def test_the_reference_reads_only_the_rows_that_the_run_uses(
-    more: tuple[str, ...], tmp_path: Path, model_folder: Path
-) -> None:
+@pytest.mark.parametrize("name", [faults("dpo"), "kto"])
+def test_the_reference_reads_only_the_rows_that_the_run_uses(name: str, tmp_path: Path, model_folder: Path) -> None:
     """16 steps need no epoch's rows; a run that is resumed for longer adds what is missing, by the first actor."""
     rows = [{"prompt": f"say {i}", "chosen": str(i), "rejected": "x" * (i % 5 + 1)} for i in range(40)]
     write_lines(tmp_path / "rows.jsonl", rows)
-    line = ["--train.global_batch_size", "4", "--optimizer.lr", "1e-2", *more]
+    line = f"--train.global_batch_size 4 --optimizer.lr 1e-2 --algorithm {name}"
     kept = {}
     for folder, steps, resume in (("run", 2, "never"), ("run", 9, "auto"), ("fresh", 9, "never")):
         (tmp_path / folder / "finished.json").unlink(missing_ok=True)
         given = f"--train.max_steps {steps} --resume {resume} --train.save_every {2 if steps == 2 else 0}"
-        start(tmp_path, model_folder, tmp_path / folder, *line, *given.split())
+        start(tmp_path, model_folder, tmp_path / folder, line, given)
         kept[folder, steps] = json.loads((tmp_path / folder / "reference_logprobs.json").read_text())["logprobs"]
     short, resumed, fresh = kept.values()
     assert len(short) == 2 * 4 + 2 and len(resumed) == len(fresh) == 9 * 4 + 2, "and two rows are held out"
@@ -421,29 +415,27 @@ def test_the_reference_reads_only_the_rows_that_the_run_uses(
         assert resumed[key] == pytest.approx(values, abs=1e-4)
 
 
-@pytest.mark.parametrize("line", [("--algorithm", "kto"), ("--seed", "5"), ()])
-def test_log_probs_of_another_run_are_not_taken_for_this_one_s(
-    line: tuple[str, ...], tmp_path: Path, model_folder: Path
-) -> None:
+@pytest.mark.parametrize("line", ["--algorithm kto", "--seed 5", "--seed 42"])
+def test_log_probs_of_another_run_are_not_taken_for_this_one_s(line: str, tmp_path: Path, model_folder: Path) -> None:
     """A run that ended before its first checkpoint and is started anew: with another algorithm, seed, or model."""
     write_rows(tmp_path / "rows.jsonl")
     shutil.copytree(model_folder, tmp_path / "model")
-    start(tmp_path, tmp_path / "model", tmp_path / "fresh", *line)
+    start(tmp_path, tmp_path / "model", tmp_path / "fresh", line)
     start(tmp_path, tmp_path / "model", tmp_path / "run")
     (tmp_path / "run" / "finished.json").unlink()
     shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
-    if not line:
+    if line == "--seed 42":  # that of both
         tiny_model(7).save_pretrained(tmp_path / "model")
         shutil.rmtree(tmp_path / "fresh")
         start(tmp_path, tmp_path / "model", tmp_path / "fresh")
-    start(tmp_path, tmp_path / "model", tmp_path / "run", "--resume", "auto", *line)
+    start(tmp_path, tmp_path / "model", tmp_path / "run", "--resume auto", line)
     assert [told["eval/loss"] for told in run_outputs(tmp_path / "run")["metrics"]] == [
         told["eval/loss"] for told in run_outputs(tmp_path / "fresh")["metrics"]
     ]
 
 
 def test_a_reference_of_its_own_must_share_the_tokens_and_goes_once_it_has_read(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     write_rows(tmp_path / "rows.jsonl")
     for name, tokens in (("other", 0), ("stranger", 3)):
@@ -452,10 +444,9 @@ def test_a_reference_of_its_own_must_share_the_tokens_and_goes_once_it_has_read(
         tiny_model(3, vocab_size=VOCABULARY + tokens).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     for logprobs in ("cached", "live"):
-        with pytest.raises(SystemExit):
-            more = ["--reference.path", str(tmp_path / "stranger"), "--reference.logprobs", logprobs]
-            start(tmp_path, model_folder, tmp_path / f"no {logprobs}", *more)
-        assert "the reference must share the actor's tokens" in capsys.readouterr().err
+        more = f"--reference.path {tmp_path}/stranger --reference.logprobs {logprobs}"
+        line = command_line(tmp_path, model_folder, tmp_path / logprobs, more)
+        assert "the reference must share the actor's tokens" in cli(["preference", *line]).err
     built: list[ModelEngine] = []
     inner = reference.build_frozen_engine
 
@@ -464,10 +455,9 @@ def test_a_reference_of_its_own_must_share_the_tokens_and_goes_once_it_has_read(
         return built[-1]
 
     monkeypatch.setattr(reference, "build_frozen_engine", build_frozen_engine)
-    for stage in ("0", "3"):
-        start(
-            tmp_path, model_folder, tmp_path / stage, "--reference.path", str(tmp_path / "other"), "--zero.stage", stage
-        )
+    for stage in (0, 3):
+        more = f"--reference.path {tmp_path}/other --zero.stage {stage}"
+        start(tmp_path, model_folder, tmp_path / f"stage_{stage}", more)
         (engine,) = built
         weights = [t for p in engine.module.parameters() for t in (p, getattr(p, "ds_tensor", p))]
         assert weights and not any(weight.numel() for weight in weights)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
@@ -26,12 +25,14 @@ from hybrid_rlhf.rl.rewards.models import RetokenizingModelReward, ScoreTransfor
 from hybrid_rlhf.rl.rewards.reward import Reward, build_reward
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
+from tests.support.errors import refused
+from tests.support.messages import assistant, user
 from tests.support.ranks import run_main
 from tests.support.rl import COMPLETIONS, MICRO_BATCH_ROWS, rewarded, rollout_of_rows
-from tests.support.steps import write_lines
-from tests.support.tiny import tiny_config, tiny_tokenizer
+from tests.support.steps import read_rows, words, write_lines
+from tests.support.tiny import save_tiny, tiny_config, tiny_scorer, tiny_tokenizer
 
-HEADS = ["--objective.heads", "[helpful, harmless]"]
+HEADS = "--objective.heads [helpful,harmless]"
 
 
 def pair(i: int, **more: Any) -> dict[str, Any]:
@@ -61,14 +62,14 @@ def run_reward(name: str, folder: Path, model: Path, *more: str) -> tuple[Path, 
     """Four updates on the rows of a name; the folder and its metrics."""
     output, rows = folder / "run", folder / "rows.jsonl"
     write_lines(rows, ROWS[name])
-    loss = ["--objective.loss", name] if name in ("listwise", "binary", "steps") else []
+    loss = f"--objective.loss {name}" if name in ("listwise", "binary", "steps") else "--objective.loss pairwise"
     line = (
         f"--model.path {model} --data.sources {rows} --output_dir {output} --data.max_length 64 "
         f"--data.cache_dir {folder}/cache --data.eval_fraction 0.25 --train.max_steps 4 --train.epochs 9 "
         "--train.global_batch_size 8 --logging.sinks [] --optimizer.lr 3e-3 --optimizer.warmup_fraction 0"
     )
-    run_main("hybrid_rlhf.cli.reward", 1, [*line.split(), *loss, *more])
-    return output, [json.loads(text) for text in (output / "metrics.jsonl").read_text().splitlines()]
+    run_main("hybrid_rlhf.cli.reward", 1, words(line, loss, *more))
+    return output, read_rows(output / "metrics.jsonl")
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -112,8 +113,7 @@ def test_each_loss_learns_and_leaves_a_classifier(name: str, tmp_path: Path, mod
     scores = []
     for answer in ("1\n2\n3", "1\nx\n3") if name == "steps" else ("3", "xxxx"):
         prompt = "count to 3" if name == "steps" else "say 3"
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        text = tokenizer.apply_chat_template([user(prompt), assistant(answer)], tokenize=False)
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         with torch.no_grad():
             scores.append(float(model.score(model.model(**inputs).last_hidden_state)[0, -1, 0]))
@@ -123,8 +123,7 @@ def test_each_loss_learns_and_leaves_a_classifier(name: str, tmp_path: Path, mod
 def test_the_loss_of_steps_is_read_at_their_ends(tmp_path: Path, model_folder: Path, world: World) -> None:
     """The first evaluation, by hand: the fresh head's outputs at the tokens that end a step."""
     rows, tokenizer = ROWS["steps"], tiny_tokenizer()
-    held = ["--data.eval_sources", str(tmp_path / "rows.jsonl")]
-    _, lines = run_reward("steps", tmp_path, model_folder, *held)
+    _, lines = run_reward("steps", tmp_path, model_folder, f"--data.eval_sources {tmp_path}/rows.jsonl")
     model = engine_of(model_folder, world, 42, OptimizerConfig(lr=0.0)).lm
     total, count = 0.0, 0
     for row in rows:
@@ -140,7 +139,7 @@ def test_the_loss_of_steps_is_read_at_their_ends(tmp_path: Path, model_folder: P
 
 
 def test_heads_are_named_measured_calibrated_and_saved(tmp_path: Path, model_folder: Path) -> None:
-    folder, (*lines, calibrated) = run_reward("heads", tmp_path, model_folder, *HEADS, "--objective.calibrate", "true")
+    folder, (*lines, calibrated) = run_reward("heads", tmp_path, model_folder, f"{HEADS} --objective.calibrate true")
     model = load(folder)
     assert model.config.id2label == {0: "helpful", 1: "harmless"} and model.score.weight.shape[0] == 2
     assert {"eval/accuracy_helpful", "eval/accuracy_harmless"} <= set(lines[0])
@@ -156,7 +155,7 @@ def test_heads_are_named_measured_calibrated_and_saved(tmp_path: Path, model_fol
 
 
 def test_a_row_moves_the_head_it_names_and_no_other(tmp_path: Path, model_folder: Path, world: World) -> None:
-    folder, lines = run_reward("one head", tmp_path, model_folder, *HEADS, "--optimizer.weight_decay", "0")
+    folder, lines = run_reward("one head", tmp_path, model_folder, f"{HEADS} --optimizer.weight_decay 0")
     fresh = engine_of(model_folder, world, 42, OptimizerConfig(lr=0.0), heads=("helpful", "harmless"))
     start, end = fresh.lm.score.weight, load(folder).score.weight  # type: ignore[union-attr]
     assert torch.equal(start[0], end[0]) and not torch.equal(start[1], end[1])
@@ -164,7 +163,7 @@ def test_a_row_moves_the_head_it_names_and_no_other(tmp_path: Path, model_folder
 
 
 def test_scores_are_calibrated_on_held_out_rows(tmp_path: Path, model_folder: Path) -> None:
-    folder, lines = run_reward("pairwise", tmp_path, model_folder, "--objective.calibrate", "true")
+    folder, lines = run_reward("pairwise", tmp_path, model_folder, "--objective.calibrate true")
     kept = json.loads((folder / "config.json").read_text())["calibration"]
     assert set(kept) == {"temperature", "mean", "std"}
     final = lines[-1]
@@ -182,13 +181,9 @@ def test_scores_are_calibrated_on_held_out_rows(tmp_path: Path, model_folder: Pa
 @pytest.fixture(scope="module")
 def two_scores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random reward model of two calibrated heads."""
-    folder = tmp_path_factory.mktemp("two")
-    torch.manual_seed(0)
-    config = tiny_config(num_labels=2, id2label={0: "helpful", 1: "harmless"})
-    config.calibration = {"temperature": [1.0, 2.0], "mean": [0.5, -1.0], "std": [2.0, 0.5]}
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    calibration = {"temperature": [1.0, 2.0], "mean": [0.5, -1.0], "std": [2.0, 0.5]}
+    scorer = tiny_scorer(0, num_labels=2, id2label={0: "helpful", 1: "harmless"}, calibration=calibration)
+    return save_tiny(tmp_path_factory.mktemp("two"), scorer)
 
 
 @pytest.mark.parametrize(
@@ -221,18 +216,14 @@ def test_step_3_weighs_heads_in_one_pass(
 
 @pytest.mark.parametrize("steps", ["last", "min", "product", "mean"])
 def test_step_3_reads_the_steps_of_an_answer(steps: Any, tmp_path: Path, world: World) -> None:
-    torch.manual_seed(3)
-    config = tiny_config(num_labels=1)
-    config.step_separator = "|"
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, tiny_scorer(3, step_separator="|"))
     component = RewardComponentConfig(model=str(tmp_path), steps=steps, name="prm")
     reward = reward_of(component, engine_of(tmp_path, world, heads=None), tiny_tokenizer(None))
     answers = CompletionTexts(COMPLETIONS.prompts, ["1|2|3", "one", "", "a||b|", "|"], {})
     report = rewarded(reward, rollout_of_rows(), MICRO_BATCH_ROWS, answers)
     model, tokenizer = load(tmp_path), tiny_tokenizer()
     for row, (prompt, answer) in enumerate(zip(answers.prompts, answers.completions, strict=True)):
-        whole = tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": answer}], tokenize=False)
+        whole = tokenizer.apply_chat_template([*prompt, assistant(answer)], tokenize=False)
         ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
         begin = len(ids) - len("\n") - 1 - len(answer)  # a token a character, then <|im_end|> and a line break
         ends = [begin + i - 1 for i, c in enumerate(answer) if c == "|" and i and answer[i - 1] != "|"]
@@ -244,7 +235,7 @@ def test_step_3_reads_the_steps_of_an_answer(steps: Any, tmp_path: Path, world: 
         assert float(report.scores[row]) == pytest.approx(float(expected), abs=1e-5), answer
 
 
-LINES = {
+MISTAKES = {
     "--objective.loss borda": "objective.loss must be one of pairwise, listwise, binary, steps, got borda: see --help",
     "--objective.heads [a]": "objective.heads are two or more different names, got ['a']: leave it out for one score",
     "--objective.heads [a,a]": "objective.heads are two or more different names, got ['a', 'a']: leave it out for "
@@ -256,11 +247,9 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_what_cannot_be_is_refused(line: str) -> None:
-    with pytest.raises(UserError) as refused:
-        parse_config(RewardConfig, line.split())
-    assert str(refused.value) == LINES[line]
+@pytest.mark.parametrize(("line", "error"), MISTAKES.items())
+def test_what_cannot_be_is_refused(line: str, error: str) -> None:
+    assert refused(parse_config, RewardConfig, line.split()) == error
 
 
 def test_a_separator_may_be_blank() -> None:
@@ -288,16 +277,16 @@ def test_parts_say_what_a_model_does_not_have(two_scores: Path, tmp_path: Path) 
             "with objective.calibrate true, or leave normalize out",
         ),
     ):
-        with pytest.raises(UserError) as refused:
-            ScoreTransform(RewardComponentConfig(model="m", **settings), config)
-        assert str(refused.value) == f"reward.components: {expected}"
+        assert (
+            refused(ScoreTransform, RewardComponentConfig(model="m", **settings), config)
+            == f"reward.components: {expected}"
+        )
 
 
 def test_steps_of_a_model_without_them_are_refused(two_scores: Path, world: World) -> None:
     engine = engine_of(two_scores, world, heads=None)
-    with pytest.raises(UserError) as refused:
-        RetokenizingModelReward(RewardComponentConfig(model=str(two_scores), steps="min"), engine, tiny_tokenizer())
-    assert str(refused.value) == (
+    component = RewardComponentConfig(model=str(two_scores), steps="min")
+    assert refused(RetokenizingModelReward, component, engine, tiny_tokenizer()) == (
         f"reward.components: steps min needs a process reward model, {two_scores} is not one: train it with "
         "objective.loss steps, or leave steps out"
     )
@@ -306,9 +295,8 @@ def test_steps_of_a_model_without_them_are_refused(two_scores: Path, world: Worl
 @pytest.mark.parametrize("heads", [(), ("harmless", "helpful")])
 def test_a_scorer_goes_on_with_the_scores_it_has(heads: tuple[str, ...], two_scores: Path) -> None:
     """A critic, which has one value a token, and other names."""
-    with pytest.raises(UserError) as refused:
-        load_model(str(two_scores), "scorer", config=ModelConfig(), dtype=torch.float32, heads=heads)
-    assert str(refused.value) == (
+    settings: Any = {"config": ModelConfig(), "dtype": torch.float32, "heads": heads}
+    assert refused(load_model, str(two_scores), "scorer", **settings) == (
         f"a stored scorer keeps its scores, {two_scores} has helpful, harmless, the run needs "
         f"{', '.join(heads) or 'one score'}: set objective.heads to the same, or start from a model without scores "
         "(critic.path, model.path)"

@@ -21,8 +21,8 @@ from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.files.names import METRICS_FILE
 from hybrid_rlhf.runtime.world import World
-from tests.support.steps import CLOCK
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.steps import CLOCK, words
+from tests.support.tiny import save_tiny, tiny_model
 
 PROMPTS = 20
 STOP_TOKEN_IDS = tuple(range(3, 40))
@@ -67,9 +67,7 @@ def save_stopping_model(folder: Path) -> Path:
     model = tiny_model()
     assert model.generation_config is not None
     model.generation_config.eos_token_id = list(STOP_TOKEN_IDS)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny(folder, model)
 
 
 def favours_short(completions: Sequence[str], **columns: Any) -> list[float]:
@@ -87,7 +85,7 @@ def rollout_line(folder: Path, model: Path, rows: Path, *more: str) -> list[str]
         *"--train.max_steps 4 --train.save_every 1 --train.keep_last 9 --train.eval_every 1".split(),
         "--reward.components",
         json.dumps([{"function": f"{__file__}:favours_short"}]),
-        *more,
+        *words(*more),
     ]
 
 

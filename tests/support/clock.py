@@ -1,9 +1,12 @@
-"""A clock that a test moves, and waiting for what another thread or process does."""
+"""A clock that a test moves, calls that wait for the test, and waiting for what another thread or process does."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 
 class ManualClock:
@@ -14,6 +17,30 @@ class ManualClock:
 
     def __call__(self) -> float:
         return self.seconds
+
+
+class Gate:
+    """A function whose calls wait until it is opened."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        """Take the function."""
+        self._call = call
+        self._begun = threading.Event()
+        self._opened = threading.Event()
+
+    def __call__(self, *given: Any) -> Any:
+        self._begun.set()
+        assert self._opened.wait(60)
+        return self._call(*given)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """From the first call on, until the end of this block."""
+        assert self._begun.wait(60)
+        try:
+            yield
+        finally:
+            self._opened.set()
 
 
 def wait_until(holds: Callable[[], object], what: str = "a condition", *, seconds: float = 60.0) -> None:

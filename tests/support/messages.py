@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
 
-def user(text: str) -> dict[str, str]:
+
+def user(content: Any) -> dict[str, Any]:
     """A turn of the user."""
-    return {"role": "user", "content": text}
+    return {"role": "user", "content": content}
 
 
 def assistant(text: str) -> dict[str, str]:

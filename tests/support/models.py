@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -115,3 +116,10 @@ def random_adapter(model: PreTrainedModel, folder: Path, seed: int, layers: str 
             torch.nn.init.normal_(parameter, std=0.2)
     adapted.save_pretrained(folder)
     return str(folder)
+
+
+def assert_equal_gradients(first: torch.nn.Module, second: torch.nn.Module, *, atol: float) -> None:
+    """Gradients that two modules have of the same parameters."""
+    for (name, one), other in zip(first.named_parameters(), second.parameters(), strict=True):
+        message = partial("{}: {}".format, name)
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=atol, msg=message)

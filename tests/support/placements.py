@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 from tests.support.ahead import save_stopping_model
 from tests.support.ranks import run_mains
 from tests.support.steps import write_lines
-from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.support.tiny import save_tiny, tiny_model, tiny_scorer
 
 TOLERANCE = 1e-5
 COMPARED = (
@@ -94,14 +93,11 @@ def placement_workspace(folder: Path, model: Path) -> Path:
     write_lines(folder / "texts.jsonl", ({"text": f"{i} is {i}"} for i in range(40)))
     (folder / "model").symlink_to(model)
     save_stopping_model(folder / "stopping")
-    tiny_model(3).save_pretrained(folder / "teacher")
-    tiny_tokenizer().save_pretrained(folder / "teacher")
-    torch.manual_seed(5)
-    judge = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
+    save_tiny(folder / "teacher", tiny_model(3))
+    judge = tiny_scorer(5)
     with torch.no_grad():
         judge.score.weight.normal_(std=0.5)
-    judge.save_pretrained(folder / "judge")
-    tiny_tokenizer().save_pretrained(folder / "judge")
+    save_tiny(folder / "judge", judge)
     return folder
 
 

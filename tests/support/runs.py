@@ -12,15 +12,17 @@ from typing import Any
 
 from hybrid_rlhf.configs.sections.run import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from tests.support.steps import words
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
-def run_python(line: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Python with these words, in the root of the repository."""
+def run_python(line: Sequence[str], **settings: str) -> subprocess.CompletedProcess[str]:
+    """Python with these words, in the root of the repository, with these variables."""
+    environment = {**ENVIRONMENT, **settings}
     return subprocess.run(
-        [sys.executable, *line], capture_output=True, text=True, timeout=300, env=ENVIRONMENT, cwd=ROOT
+        [sys.executable, *line], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT
     )
 
 
@@ -57,14 +59,14 @@ def pipeline_line(output: Path, model: Path, rows: Path) -> list[str]:
 def sft_line(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
     """The command line of step 1 by itself."""
     line = _step_line("training/step1_sft/main.py", output, model, rows)
-    return [*line, *"--train.global_batch_size 4 --data.max_length 64 --logging.sinks []".split(), *more]
+    return [*line, *words("--train.global_batch_size 4 --data.max_length 64 --logging.sinks []", *more)]
 
 
 def rl_line(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
     """The command line of two steps of step 3 by itself."""
     line = _step_line("training/step3_ppo/main.py", output, model, rows)
     line += "--rollout.prompts_per_step 4 --rollout.sampling.max_new_tokens 6".split()
-    return [*line, *"--train.max_steps 2 --data.eval_fraction 0".split(), *more]
+    return [*line, *words("--train.max_steps 2 --data.eval_fraction 0", *more)]
 
 
 def _step_line(script: str, output: Path, model: Path, rows: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
@@ -45,7 +46,7 @@ class ServerProcess:
 
 
 def server_process(
-    line: Sequence[str], *, before: str = "", errors: IO[str] | None = None
+    line: str, *, before: str = "", errors: IO[str] | None = None
 ) -> AbstractContextManager[tuple[ServerProcess, str]]:
     """A server on a free port, whose key is KEY, and its URL; killed at the end.
 
@@ -54,7 +55,7 @@ def server_process(
         before: Python code that the process runs first.
         errors: where its standard error goes; none: that of the test.
     """
-    words = ["serve", *line, "--port", "0", "--api_key", "${SERVE_KEY}"]
+    words = ["serve", *shlex.split(line), "--port", "0", "--api_key", "${SERVE_KEY}"]
     arguments = (words, before, None if errors is None else errors.name)
     return printing_process(_serve, arguments, r"serving \S+ on (http://127\.0\.0\.1:\d+)/v1\n")
 

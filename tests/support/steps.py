@@ -23,10 +23,20 @@ def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return file
 
 
+def read_rows(file: Path) -> list[Any]:
+    """Rows of a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def write_rows(file: Path) -> Path:
     """Write 60 preference pairs."""
     rows = [{"prompt": f"say {i % 9}", "chosen": str(i % 9), "rejected": "x" * (i % 5 + 1)} for i in range(60)]
     return write_lines(file, rows)
+
+
+def words(*texts: str) -> list[str]:
+    """The words of a command line: texts that begin with an option are split, others are values with spaces."""
+    return [word for text in texts for word in ([text] if text and not text.startswith("--") else text.split())]
 
 
 def step_line(name: str, output: Path, model: Path, rows: Path, *more: str) -> list[str]:
@@ -37,7 +47,7 @@ def step_line(name: str, output: Path, model: Path, rows: Path, *more: str) -> l
     line += "--train.max_steps 6 --train.save_every 2 --train.eval_every 3 --data.max_eval_rows 4".split()
     line += "--logging.sinks []".split()
     if name != "ppo":
-        return [*line, *"--data.max_length 64 --train.global_batch_size 4".split(), *more]
+        return [*line, *words("--data.max_length 64 --train.global_batch_size 4", *more)]
     return [
         *line,
         *"--rollout.prompts_per_step 4 --rollout.sampling.max_new_tokens 5 --rollout.max_prompt_tokens 48".split(),
@@ -47,7 +57,7 @@ def step_line(name: str, output: Path, model: Path, rows: Path, *more: str) -> l
         *f"--ptx.coef 0.1 --ptx.sources {rows} --ptx.max_length 64".split(),
         "--reward.components",
         f"[{{function: '{__file__}:brevity'}}]",
-        *more,
+        *words(*more),
     ]
 
 

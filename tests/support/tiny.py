@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -54,3 +62,16 @@ def tiny_model(seed: int = 0, **changes: object) -> PreTrainedModel:
     """A random causal LM of that configuration."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(tiny_config(**changes)).eval()
+
+
+def tiny_scorer(seed: int = 1, **changes: object) -> PreTrainedModel:
+    """A random reward model of that configuration."""
+    torch.manual_seed(seed)
+    return AutoModelForSequenceClassification.from_config(tiny_config(**{"num_labels": 1, **changes})).eval()
+
+
+def save_tiny(folder: Path, model: PreTrainedModel) -> Path:
+    """Save a model with the tokenizer, and return the folder."""
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder

@@ -84,6 +84,32 @@ class Client:
         """The result of a command."""
         return self.result(self.post(path, **content)["request_id"])
 
+    def save(self, model_id: str, seq: int, path: str | None, **more: Any) -> Any:
+        """The result of saving weights by a name; none: for the first sampler of the session."""
+        if path is None:
+            return self.done("save_weights_for_sampler", model_id=model_id, seq_id=seq, sampling_session_seq_id=0)
+        return self.done("save_weights", model_id=model_id, seq_id=seq, path=path, **more)
+
+    def load(self, path: str, session: str | None = None, number: int = 0, *, optimizer: bool = False) -> Any:
+        """The result of loading weights into a new model."""
+        content = {"session_id": session or self.session(), "model_seq_id": number}
+        return self.done("load_weights", path=path, optimizer=optimizer, **content)
+
+    def unload(self, model_id: str) -> Any:
+        """The result of unloading a model."""
+        return self.done("unload_model", model_id=model_id)
+
+    def asample(self, tokens: Sequence[int], sampling: dict[str, Any], **more: Any) -> str:
+        """The id of a request for samples after a prompt."""
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+        request_id: str = self.post("asample", prompt=prompt, sampling_params=sampling, **more)["request_id"]
+        return request_id
+
+    def greedy(self, first: int, place: int = 0, **weights: Any) -> list[int]:
+        """The greedy continuation of a token."""
+        sampling = {"max_tokens": 8, "temperature": 0}
+        return samples_of(self.result(self.asample([first], sampling, seq_id=place, **weights)))[0]
+
     def session(self) -> str:
         """A new session's id."""
         session_id: str = self.post("create_session", tags=[], user_metadata=None, sdk_version="test")["session_id"]
@@ -103,13 +129,25 @@ class Client:
         model_id: str = created["model_id"]
         return model_id
 
-    def forward_backward(
-        self, model_id: str, seq: int, rows: Sequence[Sequence[int]] = (SEQUENCE,), **more: Any
-    ) -> str:
-        """The request's id of a command whose rows are whole sequences."""
-        answer = self.request("forward_backward", forward_backward(model_id, seq, rows, **more))
+    def send(self, model_id: str, seq: int | None, *given: Any, **named: Any) -> httpx2.Response:
+        """Send a command whose rows are whole sequences."""
+        return self.request("forward_backward", forward_backward(model_id, seq, *given, **named))
+
+    def forward_backward(self, model_id: str, seq: int | None, *given: Any, **named: Any) -> str:
+        """The id of the request of such a command."""
+        answer = self.send(model_id, seq, *given, **named)
         assert answer.status_code == 200, answer.text
         request_id: str = answer.json()["request_id"]
+        return request_id
+
+    def loss(self, model_id: str, seq: int) -> float:
+        """The loss of such a command."""
+        return loss_of(self.result(self.forward_backward(model_id, seq)))
+
+    def step(self, model_id: str, seq: int | None, learning_rate: float = 0.02) -> str:
+        """The id of the request of an update."""
+        adam = {"learning_rate": learning_rate}
+        request_id: str = self.post("optim_step", model_id=model_id, seq_id=seq, adam_params=adam)["request_id"]
         return request_id
 
     def train(
@@ -119,14 +157,14 @@ class Client:
         requests = []
         for seq in range(first_seq, first_seq + 2 * steps, 2):
             requests.append(self.forward_backward(model_id, seq, rows))
-            self.post("optim_step", model_id=model_id, seq_id=seq + 1, adam_params={"learning_rate": 0.02})
+            self.step(model_id, seq + 1)
         return [loss_of(self.result(request)) for request in requests]
 
 
 def forward_backward(
     model_id: str,
     seq: int | None,
-    rows: Sequence[Sequence[int]],
+    rows: Sequence[Sequence[int]] = (SEQUENCE,),
     *,
     loss: str = "cross_entropy",
     inputs: Sequence[dict[str, Sequence[float]]] = (),
@@ -153,6 +191,13 @@ def forward_backward(
             tensor.shape.append(len(values))
     body: bytes = message.SerializeToString()
     return body
+
+
+def error_of(answer: httpx2.Response, status: int) -> str:
+    """The error of an answer with a status."""
+    assert answer.status_code == status, answer.text
+    error: str = answer.json()["error"]
+    return error
 
 
 def loss_of(result: Any) -> float:
@@ -226,11 +271,11 @@ def training_server(
 
 
 def training_server_process(
-    model: str, folder: Path, *words: str, port: int = 0
+    model: str, folder: Path, line: str = "", *, port: int = 0
 ) -> contextlib.AbstractContextManager[tuple[ServerProcess, str]]:
     """The command in a process of its own, and its URL; killed at the end. Port 0: a free one."""
-    line = ["train-server", model, "--output_dir", str(folder), "--port", str(port), *words]
-    return printing_process(_serve, [line], r"training of \S+ on (http://127\.0\.0\.1:\d+)\n")
+    words = ["train-server", model, "--output_dir", str(folder), "--port", str(port), *line.split()]
+    return printing_process(_serve, [words], r"training of \S+ on (http://127\.0\.0\.1:\d+)\n")
 
 
 def _serve(words: list[str], output: Connection) -> None:

@@ -9,20 +9,12 @@ import chz
 import tinker
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
-
-SEQUENCE = [3, 9, 27, 81, 12, 5, 7, 8, 19]
-
-
-def datum(row: list[int]) -> tinker.Datum:
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(row[:-1]),
-        loss_fn_inputs={"target_tokens": row[1:], "weights": [1.0] * (len(row) - 1)},
-    )
+from two_adapters import SEQUENCE, sft
 
 
 class Sequences(SupervisedDataset):
     def get_batch(self, index: int) -> list[tinker.Datum]:
-        return [datum(SEQUENCE), datum(SEQUENCE[::-1])]
+        return [sft(SEQUENCE), sft(SEQUENCE[::-1])]
 
     def set_epoch(self, seed: int = 0) -> None:
         pass

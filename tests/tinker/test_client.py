@@ -12,21 +12,15 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.marks import other_environment
 from tests.support.ranks import free_ports
+from tests.support.steps import read_rows
 from tests.support.training_server import ALICE, SEQUENCE, training_server, training_server_process
 
-_CACHE = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-_FOLDER = Path(os.environ.get("HYBRID_RLHF_TINKER_ENV") or Path(_CACHE) / "hybrid_rlhf" / "tinker")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (_FOLDER / ".complete").exists(), reason=f"Tinker's client is not in {_FOLDER}: run tests/tinker/install.sh"
-    ),
-]
+_FOLDER, pytestmark = other_environment("tinker", "Tinker's client is")
 
 
 def started(url: str, script: str, *words: str) -> subprocess.Popen[str]:
@@ -48,10 +42,6 @@ def run(url: str, script: str, *words: str) -> str:
     output, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors[-3000:]
     return output
-
-
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_two_adapters_learn_their_sequences_at_once_and_sample_them(tmp_path: Path) -> None:
@@ -84,17 +74,16 @@ def process(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def test_the_supervised_loop_of_the_cookbook(process: str, model_folder: Path, tmp_path: Path) -> None:
     run(process, "cookbook_sft.py", str(model_folder), str(tmp_path))
-    losses = [line["train_mean_nll"] for line in lines(tmp_path / "metrics.jsonl") if "train_mean_nll" in line]
+    losses = [line["train_mean_nll"] for line in read_rows(tmp_path / "metrics.jsonl") if "train_mean_nll" in line]
     assert len(losses) == 10 and losses[-1] < 0.5 * losses[0]
-    names = [line["name"] for line in lines(tmp_path / "checkpoints.jsonl")]
-    assert names == ["000004", "000008", "final"]
-    saved = lines(tmp_path / "checkpoints.jsonl")[-1]
-    assert saved["state_path"].endswith("/weights/final")
+    saved = read_rows(tmp_path / "checkpoints.jsonl")
+    assert [line["name"] for line in saved] == ["000004", "000008", "final"]
+    assert saved[-1]["state_path"].endswith("/weights/final")
 
 
 def test_the_rl_loop_of_the_cookbook(process: str, model_folder: Path, tmp_path: Path) -> None:
     run(process, "cookbook_rl.py", str(model_folder), str(tmp_path))
-    steps = [line for line in lines(tmp_path / "metrics.jsonl") if "env/all/reward/total" in line]
+    steps = [line for line in read_rows(tmp_path / "metrics.jsonl") if "env/all/reward/total" in line]
     rewards = [step["env/all/reward/total"] for step in steps]
     assert len(rewards) == 15 and sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
     divergences = [abs(step["optim/kl_sample_train_v1"]) for step in steps]

@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 
-from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig, VLLMConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.vllm.process import ServerProcess, private_folder, server_command, server_environment
@@ -25,22 +24,16 @@ from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.backends.vllm import VLLMServer
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.world import World
+from tests.support.commands import CommandLine
 from tests.support.engines import actor_spec, differences, train_step
-from tests.support.marks import faults
+from tests.support.marks import faults, other_environment
 from tests.support.models import random_adapter
 from tests.support.ranks import free_ports, run_main
 from tests.support.steps import MODULES, step_line
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
-_CACHE = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-_FOLDER = Path(os.environ.get("HYBRID_RLHF_VLLM_ENV") or Path(_CACHE) / "hybrid_rlhf" / "vllm")
+_FOLDER, pytestmark = other_environment("vllm", "vLLM is")
 PYTHON = str(_FOLDER / "bin" / "python")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (_FOLDER / ".complete").exists(), reason=f"vLLM is not in {_FOLDER}: run tests/vllm/install.sh"
-    ),
-]
 ARGUMENTS = ("--enforce-eager",)
 """Without the compilation of the model, a minute."""
 PROMPTS = [[5, 6, 7], [9, 8], [4, 4, 4, 4], list(range(3, 60))]
@@ -50,31 +43,22 @@ GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0)
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with heads of 32: vLLM's attention on a CPU takes no smaller ones."""
-    folder = tmp_path_factory.mktemp("wide")
-    tiny_model(hidden_size=128).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("wide"), tiny_model(hidden_size=128))
 
 
 @pytest.mark.faults
-def test_an_exported_model_answers_the_same_in_vllm(
-    wide_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exported_model_answers_the_same_in_vllm(wide_model: Path, tmp_path: Path, cli: CommandLine) -> None:
     """Merged with an adapter, and the reference with the adapter beside it."""
     adapter = random_adapter(tiny_model(hidden_size=128), tmp_path / "adapter", 0, ["q_proj", "down_proj"])
-    line = ["export", str(wide_model), "--adapter", adapter, "--output", str(tmp_path / "out"), "--check_vllm", PYTHON]
-    capsys.readouterr()
-    main([*line, "--json"])
-    check = json.loads(capsys.readouterr().out.splitlines()[-1])["check_vllm"]
+    line = f"export {wide_model} --adapter {adapter} --output {tmp_path}/out --check_vllm {PYTHON} --json"
+    check = cli(line).result["check_vllm"]
     assert (check["program"], check["faults"]) == ("vLLM", []) and check["equal"] + check["rounded"] == 10
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server on a port, as a user starts it, of other weights, whose head is not tied (docs/vllm.md)."""
-    folder = tmp_path_factory.mktemp("other")
-    tiny_model(1, hidden_size=128, tie_word_embeddings=False).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    folder = save_tiny(tmp_path_factory.mktemp("other"), tiny_model(1, hidden_size=128, tie_word_embeddings=False))
     rollout = RolloutConfig(vllm=VLLMConfig(python=PYTHON, arguments=ARGUMENTS), kv_cache_gib=0.5)
     (port,) = free_ports(1)
     command = server_command(
@@ -163,7 +147,7 @@ def test_ppo_runs_with_a_server_of_its_own(wide_model: Path, pair_rows: Path, tm
     """With the averaged actor's evaluation, whose weights are loaded too."""
     arguments = json.dumps(list(ARGUMENTS))
     more = ["--rollout.vllm.python", PYTHON, "--rollout.vllm.arguments", arguments, "--rollout.kv_cache_gib", "0.5"]
-    line = step_line("ppo", tmp_path / "run", wide_model, pair_rows, *more, "--train.max_steps", "3")
+    line = step_line("ppo", tmp_path / "run", wide_model, pair_rows, *more, "--train.max_steps 3")
     run_main(MODULES["ppo"], 1, line)
     last = read_metrics(tmp_path / "run")[-1]
     assert last["step"] == 3 and last["rollout/logprob_abs_diff_mean"] < 1e-4 and "eval_ema/scores" in last

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.board import ServedBoard, append_metrics, hold_lock, served_board, write_run
 from tests.support.browser import axe_findings, press, require_browser, show, wait_for_text, wait_in_page
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import save_tiny, tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -25,8 +25,7 @@ def own_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedBoard]
     for step in (1, 2, 3):
         append_metrics(odd, step, **{"constructor": 2.0 * step, "__proto__": 1.5 * step})
     for seed, name in enumerate(("first", "second")):
-        tiny_model(seed=seed).save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
+        save_tiny(folder / name, tiny_model(seed=seed))
     with served_board(folder) as board:
         yield board
 
