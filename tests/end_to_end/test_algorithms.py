@@ -140,7 +140,7 @@ def test_the_commands_run(
     small = [f"--{key}={own.get(key, value)}" for key, value in changes.items() if key in read_config(step)]
     folder = tmp_path / "run"
     start = ["--config", str(tmp_path / "step.yaml"), *small, "--output_dir", str(folder)]
-    run_main(train.MODULES[name], 1, start)
+    run_main(f"hybrid_rlhf.cli.{name}", 1, start)
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
@@ -156,5 +156,5 @@ def test_the_commands_run(
     (folder / "finished.json").unlink()
     weights = (folder / "actor" / "model.safetensors").read_bytes()
     shutil.rmtree(folder / "checkpoints" / "step_2")
-    run_main(train.MODULES[name], 1, [*start, "--resume", "auto"])
+    run_main(f"hybrid_rlhf.cli.{name}", 1, [*start, "--resume", "auto"])
     assert (folder / "actor" / "model.safetensors").read_bytes() == weights

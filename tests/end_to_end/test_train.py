@@ -266,7 +266,7 @@ def test_a_template_of_the_config_is_trained_with_saved_and_stops_answers(tmp_pa
     def run(folder: str, template: str) -> None:
         more = f"--train.max_steps 1 --data.chat_template {tmp_path}/{template} --data.chat_template_kwargs"
         line = sft_line(tmp_path / folder, model_folder, tmp_path / "rows.jsonl", more, '{"mood": "glad "}')
-        run_main(train.MODULES["sft"], 1, line[1:])
+        run_main("hybrid_rlhf.cli.sft", 1, line[1:])
 
     run("run", "chat.jinja")
     saved = AutoTokenizer.from_pretrained(tmp_path / "run")
