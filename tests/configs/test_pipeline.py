@@ -212,6 +212,17 @@ def test_a_finished_step_is_not_checked_and_another_run_in_a_later_folder_is(
     assert len(started) == 1
 
 
+@pytest.mark.parametrize("line", [["--data.sources", "rows.jsonl", *BASE], []], ids=["data", "demo"])
+def test_an_output_dir_that_cannot_be_written_is_refused(
+    line: list[str], started: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    assert refused([*line, "--output_dir", "file/runs"], capsys) == (
+        "output_dir must be a writable folder, file/runs is not (Not a directory): choose another"
+    )
+    assert not started
+
+
 def test_the_demos_settings_are_for_the_demos_model(started: list[dict[str, Any]]) -> None:
     data = ["--data.sources", "rows.jsonl"]
     train.main([*data, "--steps", "rl", "--rl.model.path", "MINE", "--rl.reward.components", "RM"])

@@ -181,9 +181,11 @@ def test_a_server_that_does_not_start_is_explained_by_its_log(build: Build, tmp_
     _, sampler = build(own(fake_python(tmp_path, fails="RuntimeError: Unsupported attention: head_dim=8")))
     with pytest.raises(UserError, match="did not .RuntimeError: Unsupported attention: head_dim=8.: read .*rank-0.log"):
         sampler._sync()
-    _, sampler = build(own(tmp_path / "missing"))
+
+
+def test_an_interpreter_that_does_not_exist_is_refused_before_the_run_begins(build: Build, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="must be the interpreter of an environment with vLLM, got .*missing"):
-        sampler._sync()
+        build(own(tmp_path / "missing"))
 
 
 PARENT = """

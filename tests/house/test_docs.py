@@ -170,7 +170,9 @@ def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 name, words = f"data {words[0]}", words[1:]
             if name == "rl":
                 words = take_adapters(words)[1]
-            parse_config(CONFIGS[name], words, prog=name, positional=POSITIONAL.get(name, ()))
+            config = parse_config(CONFIGS[name], words, prog=name, positional=POSITIONAL.get(name, ()))
+            if name == "rl" and any(word.startswith("output/") for word in words):
+                assert config.output_dir != RLConfig().output_dir, "the demo, whose files it reads, has its run there"
 
 
 @each_page
