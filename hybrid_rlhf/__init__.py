@@ -79,6 +79,10 @@ __all__ = [
 
 # DeepSpeed warns on its first import that it found no GPU; the log of a run names the device already.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+# bitsandbytes, which peft imports where it is installed, asks for a package whose kernel this library does not use.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: "kernels-community" not in record.getMessage()
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -38,6 +38,7 @@ from hybrid_rlhf.runtime.command_line import (
     save_config,
     user_errors,
 )
+from hybrid_rlhf.runtime.files.atomic import make_writable
 from hybrid_rlhf.runtime.hostfile import SHARED_SECONDS, process_count
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.output import print_document, wants_json
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
         check_placement(steps, config)
         starting = {name: steps[name] for name in config.step_names if not _is_done(steps[name])}
+        if starting:
+            require_folder(config)
         check_steps(starting, log=Path(config.output_dir) / "logs" / f"{FOLDERS['rl']}.log")
         try:
             for name in config.step_names:
@@ -117,10 +120,18 @@ def demo_config(config_type: type[PipelineT], argv: Sequence[str] | None, *, pro
         return config
     from hybrid_rlhf.data.rows.embedded import write_demo_data
 
+    require_folder(config)
     file = write_demo_data(
         Path(config.output_dir) / "demo_data", seed=config.sft.seed if config.seed is None else config.seed
     )
     return replace(config, data=replace(config.data, sources=[str(file)]))
+
+
+def require_folder(config: PipelineConfig) -> None:
+    """Raise UserError unless the output_dir of all steps can be written."""
+    failure = make_writable(Path(config.output_dir))
+    if failure is not None:
+        raise UserError(failure)
 
 
 def check_seeds(steps: dict[str, Any]) -> None:

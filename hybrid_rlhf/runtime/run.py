@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
 import socket
 import time
 from collections import defaultdict
@@ -22,7 +21,7 @@ from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.runtime.agreement import RankAgreement
 from hybrid_rlhf.runtime.command_line import changed_settings, read_config
-from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.atomic import make_writable, write_whole
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
     MANIFEST,
@@ -387,7 +386,7 @@ def _claim(folder: Path, resume: str, lock: FolderLock, changed: list[str] | Non
             f" with other settings ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})" if changed else ""
         )
         return f"output_dir {folder} contains a finished run{differences}: set another output_dir, or remove the folder"
-    if (failure := _make_writable(folder)) is not None:
+    if (failure := make_writable(folder)) is not None:
         return failure
     if (owner := lock.acquire()) is not None:
         return (
@@ -448,21 +447,6 @@ def _warm_start(initial_resume: str, checkpoint: Path | None) -> Path | None:
     if checkpoint is not None and not _is_model(initial_resume):
         initial_resume = str(read_manifest(checkpoint).get("config", {}).get("resume", initial_resume))
     return Path(initial_resume) if _is_model(initial_resume) else None
-
-
-def _make_writable(folder: Path) -> str | None:
-    """Create the folder; return why it cannot be written, or None."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        return f"output_dir must be a writable folder, {folder} is not ({error.strerror}): choose another"
-    free_gib = shutil.disk_usage(folder).free / 2**30
-    if free_gib < 0.05:
-        return f"output_dir needs 0.05 GiB of disk space, {folder} has {free_gib:.2f}: free some, or choose another"
-    return None
 
 
 def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes | None]:

@@ -85,7 +85,10 @@ RULES = {
     "--rollout.vllm.urls [http://a] --rollout.kv_cache_gib 1": ("run already", "got rollout.kv_cache_gib 1"),
     "--rollout.vllm.python p --rollout.backend module": ("rollout.backend vllm", "got module"),
     "--rollout.vllm.python p --rollout.quantization int8": ("rollout.backend vllm", "got rollout.quantization int8"),
-    "--rollout.vllm.python p --rollout.partial true": ("rollout.backend vllm", "got rollout.partial a section"),
+    "--rollout.vllm.python p --rollout.partial true": (
+        "rollout.backend vllm",
+        "got the section rollout.partial: leave it out",
+    ),
     "--rollout.vllm.python p --rollout.tensor_parallel 2": ("rollout.backend vllm", "got rollout.tensor_parallel 2"),
     "--rollout.vllm.python p --rollout.offload_states true": (
         "rollout.backend vllm",

@@ -207,6 +207,16 @@ def test_a_finished_step_is_not_checked_and_another_run_in_a_later_folder_is(
     assert len(started) == 1
 
 
+@pytest.mark.parametrize("line", [BASE, ""], ids=["data", "demo"])
+def test_an_output_dir_that_cannot_be_written_is_refused(
+    line: str, started: list[dict[str, Any]], cli: CommandLine
+) -> None:
+    Path("file").touch()
+    message = cli.refused(f"train {line} --output_dir file/runs")
+    assert "output_dir must be a writable folder, file/runs is not (Not a directory): choose another" in message
+    assert not started
+
+
 def test_the_demos_settings_are_for_the_demos_model(started: list[dict[str, Any]], cli: CommandLine) -> None:
     cli(f"train {DATA} --steps rl --rl.model.path MINE --rl.reward.components RM")
     cli(f"train {DATA} --steps sft,reward --sft.model.path MINE")

@@ -157,7 +157,9 @@ def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             if name == "rl":
                 words = take_adapters(words)[1]
             kind, positional = configs()[name]
-            parse_config(kind, words, prog=name, positional=positional)
+            config = parse_config(kind, words, prog=name, positional=positional)
+            if name == "rl" and any(word.startswith("output/") for word in words):
+                assert config.output_dir != RLConfig().output_dir, "the demo, whose files it reads, has its run there"
 
 
 @each_page

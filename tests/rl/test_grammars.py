@@ -19,7 +19,7 @@ from tests.support.tiny import tiny_tokenizer
 pytest.importorskip("llguidance")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
-LINE = ["--model.path", "m", "--data.sources", "r.jsonl", "--reward.components", "judge.py:score"]
+LINE = ["--model.path", "m", "--data.sources", "r.jsonl", "--reward.components", "{function: judge.py:score}"]
 WORD = f"--rollout.sampling.response_format={json.dumps(FORMAT)}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,35 @@ def test_the_total_is_logged_once(log_lines: list[str]) -> None:
         progress.advance(count)
     assert log_lines[0] == "evaluation: 0 of 2 completions, 0 completions/s"
     assert log_lines.count("evaluation: 2 completions in 18 s") == 1
+
+
+def test_completions_of_one_batch_have_no_estimate_before_a_tenth_is_complete(log_lines: list[str]) -> None:
+    """All grow at the same time, so the first that end say little about the others."""
+    clock = ManualClock()
+    progress = ProgressLog("evaluation", total=20, unit="completions", estimates_from=0.1, clock=clock)
+    for count in (1, 1):
+        clock.seconds += 10
+        progress.advance(count)
+    assert log_lines == [
+        "evaluation: 1 of 20 completions, 0.1 completions/s",
+        "evaluation: 2 of 20 completions, 0.1 completions/s, 180 s left",
+    ]
+
+
+def test_the_last_line_is_the_total(log_lines: list[str]) -> None:
+    clock = ManualClock()
+    progress = ProgressLog("evaluation", total=2, clock=clock)
+    for _ in range(2):
+        clock.seconds += 30
+        progress.advance()
+    assert log_lines == ["evaluation: 1 of 2 rows, 0.0333 rows/s, 30 s left", "evaluation: 2 rows in 60 s"]
+
+
+def test_a_package_that_no_kernel_needs_is_not_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    bitsandbytes.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "No module named 'kernels'")
+    bitsandbytes.warning("another")
+    assert [record.message for record in caplog.records] == ["another"]
 
 
 def test_progress_restarts_the_time_limit_of_a_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -262,7 +263,7 @@ def test_the_strongest_isolation_is_chosen_and_what_is_absent_is_told_once(
     (message,) = [text for text in log_lines if text.startswith("the sandbox of programs lacks protections here (")]
     assert "denied" in message
     assert all(absent in message for absent in sandbox.isolation.absent)
-    with user_error("sandbox.strict needs all protections, of a program here it holds: it has the ne"):
+    with user_error("sandbox.strict needs all protections, here a program lacks some: it has the ne"):
         LocalSandbox(SandboxConfig(**SMALL, strict=True))
 
 
@@ -272,6 +273,20 @@ shutil_which = shutil.which
 def test_an_interpreter_that_is_absent_is_a_users_mistake() -> None:
     with user_error("a sandbox must run no_such_interpreter, an empty program fails"):
         LocalSandbox(SandboxConfig(command=("no_such_interpreter",)))
+
+
+@pytest.mark.parametrize("isolation", IN_NAMESPACES, ids=lambda isolation: isolation.name.lower())
+def test_a_readable_folder_may_be_a_symbolic_link(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the folder of an environment that is on another disk."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:  # a program's /tmp is its own
+        folder = Path(name)
+        (folder / "disk").mkdir(mode=0o755)
+        (folder / "disk" / "a.txt").write_text("text")
+        (folder / "first").symlink_to("disk")
+        (folder / "link").symlink_to("first")
+        sandbox = sandbox_of(isolation, monkeypatch, readable=(str(folder / "link"),))
+        result = sandbox.run(f"print(open({str(folder / 'link' / 'a.txt')!r}).read())")
+        assert result.stdout == "text\n", result.failure
 
 
 def test_paths_within_others_are_mounted_once(tmp_path: Path) -> None:

@@ -70,6 +70,10 @@ class RewardComponentConfig(Settings):
             f"an item has one of model, function, urls and verifier, got {' and '.join(kinds) or 'none'}: make each an "
             "item of its own",
         )
+        require(
+            not re.search(r"\.py:\w+$", self.model or ""),
+            f"a model is a folder or a hub name, got the function {self.model!r}: write {{function: {self.model}}}",
+        )
         if self.function is not None:
             require(
                 all(self.function.rpartition(":")),

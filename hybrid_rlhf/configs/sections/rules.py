@@ -170,8 +170,9 @@ def require_defaults(
         value_of = operator.attrgetter(key)
         value = value_of(config)
         default = value_of(defaults)
-        shown = "a section" if is_dataclass(value) else _shown(value)
-        require(value in (default, others.get(key, default)), f"{rule}, got {prefix}{key} {shown}: leave it out")
+        name = f"{prefix}{key}"
+        shown = f"the section {name}" if is_dataclass(value) else f"{name} {_shown(value)}"
+        require(value in (default, others.get(key, default)), f"{rule}, got {shown}: leave it out")
 
 
 def _shown(value: Any) -> Any:

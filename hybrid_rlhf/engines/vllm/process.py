@@ -24,6 +24,7 @@ import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.generation.backends.vllm import REQUESTS_PER_SERVER, ServerLost, VLLMServer
 from hybrid_rlhf.runtime.observability.logs import shortened
 
@@ -137,6 +138,15 @@ def server_environment(environment: Mapping[str, str], device: torch.device) -> 
     return settings | kept | {"VLLM_SERVER_DEV_MODE": "1"}
 
 
+def require_interpreter(python: str) -> None:
+    """Raise UserError unless there is such a program."""
+    require(
+        shutil.which(python) is not None,
+        f"rollout.vllm.python must be the interpreter of an environment with vLLM, got {python}, which cannot be run: "
+        "give its path",
+    )
+
+
 class ServerProcess:
     """A server as a child of this process."""
 
@@ -147,15 +157,7 @@ class ServerProcess:
             command: words of the command.
             environment: its environment variables.
             log: file that its output is appended to.
-
-        Raises:
-            UserError: when there is no such interpreter.
         """
-        if shutil.which(command[0]) is None:
-            raise UserError(
-                f"rollout.vllm.python must be the interpreter of an environment with vLLM, got {command[0]}, which "
-                "cannot be run: give its path"
-            )
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         self._log_start = log.stat().st_size if log.exists() else 0

@@ -34,7 +34,13 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.engines.sampling_engine import check_closed, groups_of
-from hybrid_rlhf.engines.vllm.process import ServerProcess, private_folder, server_command, server_environment
+from hybrid_rlhf.engines.vllm.process import (
+    ServerProcess,
+    private_folder,
+    require_interpreter,
+    server_command,
+    server_environment,
+)
 from hybrid_rlhf.engines.weight_check import TrainingProbe, logprob_limit
 from hybrid_rlhf.functional.logprobs import agreement
 from hybrid_rlhf.generation.architecture.hugging_face import trained_positions
@@ -76,7 +82,8 @@ class VLLMSampler:
             max_logprob_diff: faults.max_logprob_diff of the config.
 
         Raises:
-            UserError: on every rank, when a variable of an address is not set, or the ranks share no folder.
+            UserError: on every rank, when there is no such interpreter, a variable of an address is not set, or the
+                ranks share no folder.
         """
         section = rollout.vllm
         assert section is not None
@@ -112,7 +119,7 @@ class VLLMSampler:
         overlaps = rollout.policy_lag or self.samples_while_training
         self._sleeps = section.python is not None and self.device.type == "cuda" and not overlaps
         with shared_user_errors(world):
-            self._servers = [self._own_server()] if section.python is not None else self._servers_by_url()
+            self._servers = self._servers_by_url() if section.python is None else [self._own_server(section.python)]
             parent = self._weights_parent()
         folder = None
         if world.is_main:
@@ -206,7 +213,8 @@ class VLLMSampler:
 
     # -- servers
 
-    def _own_server(self) -> VLLMServer:
+    def _own_server(self, python: str) -> VLLMServer:
+        require_interpreter(python)
         socket = private_folder() / "vllm.sock"
         return VLLMServer("http://vllm", f"of rank {self.world.rank}", socket=socket)
 

@@ -42,6 +42,8 @@ _Sampled = tuple[Sequence[AssignedPrompt], Samples]
 """Prompts with their samples."""
 _CLOSING_SECONDS = 10.0
 """Time for the threads to end; longer than a decoding step."""
+_ESTIMATES_FROM = 0.1
+"""Completions of a batch grow together: the first that end say nothing of the remaining time."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +288,7 @@ class RolloutSampler:
             total=sum(prompt.params.n for prompt in mine),
             unit="completions" if self.engine.world.size == 1 else f"completions on rank {self.world.rank}",
             first_seconds=None if shown_as else STEP_SECONDS,
+            estimates_from=_ESTIMATES_FROM,
         )
 
     def _sample(

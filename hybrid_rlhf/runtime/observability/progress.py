@@ -34,6 +34,7 @@ class ProgressLog:
         unit: str = "rows",
         on_advance: Callable[[], None] | None = None,
         first_seconds: float | None = None,
+        estimates_from: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the clock.
@@ -44,6 +45,7 @@ class ProgressLog:
             unit: name of the counted items, in the plural.
             on_advance: called at every advance.
             first_seconds: time until the first line, and shortest interval between lines; None: 5.
+            estimates_from: fraction of the items from which on the remaining time is estimated.
             clock: function that returns seconds.
         """
         self._what = what
@@ -53,6 +55,7 @@ class ProgressLog:
         self._clock = clock
         self._done = 0
         self._start = clock()
+        self._estimates_from = estimates_from
         self._first_seconds = FIRST_SECONDS if first_seconds is None else first_seconds
         self._next = self._start + self._first_seconds
         self._has_logged = False
@@ -62,9 +65,12 @@ class ProgressLog:
         self._done += count
         if self._on_advance is not None:
             self._on_advance()
+        is_last = count > 0 and self._done == self._total
         if self._clock() >= self._next:
-            self._log()
-        if count and self._done == self._total:
+            self._has_logged = True
+            if not is_last:
+                self._log()
+        if is_last:
             self.end()
 
     def track(self, items: Iterable[T]) -> Iterator[T]:
@@ -85,11 +91,11 @@ class ProgressLog:
         now = self._clock()
         seconds = now - self._start
         self._next = now + min(max(self._first_seconds, _GROWTH * seconds), _MAX_SECONDS)
-        self._has_logged = True
         speed = self._done / seconds
         of = ""
         left = ""
         if self._total is not None:
             of = f" of {self._total:,}"
-            left = f", {(self._total - self._done) / speed:.0f} s left" if speed else ""
+            if speed and self._done >= self._estimates_from * self._total:
+                left = f", {(self._total - self._done) / speed:.0f} s left"
         logger.info("%s: %s%s %s, %.3g %s/s%s", self._what, f"{self._done:,}", of, self._unit, speed, self._unit, left)

@@ -127,7 +127,9 @@ class LocalSandbox:
             )
         self._config = config
         self._command = config.command or (sys.executable, "-s", "-E")
-        self._visible = outermost([*_SYSTEM, sys.base_prefix, sys.prefix, *config.readable])
+        # a folder may be a symbolic link, such as a .venv on another disk: the program sees the link and its target
+        readable = [sys.base_prefix, sys.prefix, *config.readable]
+        self._visible = outermost([*_SYSTEM, *readable, *map(os.path.realpath, readable)])
         self._temporary = tempfile.TemporaryDirectory(prefix="hybrid_rlhf_sandbox_", ignore_cleanup_errors=True)
         self._folder = Path(self._temporary.name)
         self._folder.chmod(0o711)  # other users reach the folders of their programs
@@ -211,7 +213,7 @@ class LocalSandbox:
     def _bubblewrap(self, command: Sequence[str], folder: Path) -> list[str]:
         mounts: list[str] = []
         for path in self._visible:
-            kind = ("--symlink", os.readlink(path)) if path.is_symlink() else ("--ro-bind", str(path))
+            kind = ("--symlink", os.path.realpath(path)) if path.is_symlink() else ("--ro-bind", str(path))
             mounts += [*kind, str(path)]
         return [
             *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session"),
@@ -230,7 +232,7 @@ class LocalSandbox:
             place = _below(root, path)
             if path.is_symlink():
                 place.parent.mkdir(parents=True, exist_ok=True)
-                place.symlink_to(os.readlink(path))
+                place.symlink_to(os.path.realpath(path))
             else:
                 _mount_point(place, path)
                 mounts.append((path, place, "none", "rbind,ro,nosuid,nodev"))
@@ -263,12 +265,12 @@ class LocalSandbox:
             absent = ", ".join(_absent(isolation))
             if self._config.strict:
                 raise UserError(
-                    "sandbox.strict needs all protections, of a program here it holds: "
+                    "sandbox.strict needs all protections, here a program lacks some: "
                     f"{absent} ({'; '.join(failures)}); install bubblewrap, allow user namespaces, or set sandbox.kind "
                     "docker"
                 )
             _warn_once(
-                f"the sandbox of programs lacks protections here ({'; '.join(failures)}). Of a program it holds: "
+                f"the sandbox of programs lacks protections here ({'; '.join(failures)}). For each program: "
                 f"{absent}. Install bubblewrap, allow user namespaces, or set sandbox.kind docker"
             )
         return isolation
