@@ -36,6 +36,7 @@ from tests.support.generation import (
     keep_in_flight,
     random_tokens,
 )
+from tests.support.ranks import FORKSERVER
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
@@ -294,13 +295,20 @@ def test_the_share_of_an_open_batch_does_not_limit_later_calls(monkeypatch: pyte
     assert plain.backend.kv_cache_bytes == opened.backend.kv_cache_bytes
 
 
-def test_memory_of_a_large_cache_is_mapped_when_it_is_written() -> None:
+def make_a_large_cache() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
     layout = CacheLayout.of_layers([None], [(4, 64)], stores=2)
     cache = KVCache(layout, pages=40_000, dtype=torch.float32, device=torch.device("cpu"))
     assert cache.bytes > 1.2 * 2**30 and process.memory_info().rss - before < cache.bytes / 4
     assert not cache.keys[:, :5].any() and not cache.values[:, -5:].any()
+
+
+def test_memory_of_a_large_cache_is_mapped_when_it_is_written() -> None:
+    process = FORKSERVER.Process(target=make_a_large_cache)  # malloc has no memory of earlier tests to reuse
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("backend", ["auto", "module"])
