@@ -35,15 +35,17 @@ from tests.support.steps import MODULES, step_line, write_lines, write_rows
 from tests.support.tiny import save_tiny, tiny_model, tiny_scorer, tiny_tokenizer
 
 torch.set_num_threads(1)
+LONGEST = ("vllm", "tinker", "evals", "end_to_end")
+"""Folders whose files take a minute or more: they start other servers, or whole runs."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Combinations beyond pairs are `faults`. Files with a slow test first: a worker that starts one last would run it
-    while the others are idle."""
+    """Combinations beyond pairs are `faults`. Files with a slow test first, the longest before others: a worker that
+    starts one last would run it while the others are idle."""
     mark_all_but_covering(items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name not in LONGEST))
 
 
 def pytest_collection_finish() -> None:
