@@ -95,7 +95,6 @@ def saved(terminal: pexpect.fdpexpect.fdspawn, file: Path) -> dict[str, list[dic
     return content
 
 
-@pytest.mark.slow
 def test_lines_history_retry_and_scores(start: Start, folders: Path, tmp_path: Path) -> None:
     terminal = start(str(folders / "one"))
     said(terminal, "first\\\rsecond")
@@ -116,7 +115,6 @@ def test_lines_history_retry_and_scores(start: Start, folders: Path, tmp_path: P
     assert "+first\n+second\n" in history.read_text() and "+/retry\n" in history.read_text()
 
 
-@pytest.mark.slow
 def test_two_models_answer_side_by_side(start: Start, folders: Path, tmp_path: Path) -> None:
     terminal = start(str(folders / "one"), str(folders / "two"))
     shown = said(terminal, "hello")
@@ -129,7 +127,6 @@ def test_two_models_answer_side_by_side(start: Start, folders: Path, tmp_path: P
     assert "absent/x/y is none" in said(terminal, "/compare absent/x/y")
 
 
-@pytest.mark.slow
 def test_commands_are_completed_and_ctrl_c_stops_a_reply(start: Start, folders: Path, tmp_path: Path) -> None:
     terminal = start(str(folders / "one"))
     terminal.send("/set max_n")

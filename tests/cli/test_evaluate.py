@@ -257,7 +257,6 @@ def test_estimates() -> None:
     assert bootstrap([2.0, 2.0], [1.0, 1.0], seed=0, transform=np.exp) == Estimate(*[math.exp(2.0)] * 3)
 
 
-@pytest.mark.slow
 def test_tasks_of_the_harness_are_run_on_the_engine(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, measured: Measured
 ) -> None:
@@ -319,7 +318,6 @@ def lengths():
 """
 
 
-@pytest.mark.slow
 def test_tasks_of_inspect_are_run_on_the_engine(
     tmp_path: Path, model_folder: Path, measured: Measured, cli: CommandLine
 ) -> None:

@@ -340,7 +340,6 @@ def test_training_ranks_that_sample_need_the_memory_of_both(job: RLJob) -> None:
     assert both.optimizer == training.optimizer > 0 == training.inference, "they are freed after each rollout"
 
 
-@pytest.mark.slow
 def test_calibrate_measures_once_and_plan_reads_it(
     shape: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
