@@ -75,6 +75,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "synchronous, samplers on ranks of their own": separate,
         f"async_sampling, policy_lag {max_lag}": [*separate, "--rollout.async_sampling.policy_lag", str(max_lag)],
         f"streaming, max_lag {max_lag}": [*separate, "--rollout.streaming.max_lag", str(max_lag)],
+        f"streaming, max_lag {max_lag}, all ranks sample and train": ["--rollout.streaming.max_lag", str(max_lag)],
     }
     kinds = {kind: more for number, (kind, more) in enumerate(kinds.items()) if number in options.kinds}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -114,7 +115,7 @@ def main() -> None:
     parser.add_argument("--samplers", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a step, with 4 completions each")
     parser.add_argument("--turn_tokens", type=int, default=32)
-    parser.add_argument("--kinds", type=int, nargs="+", default=[0, 1, 2, 3], help="numbers of the kinds to run")
+    parser.add_argument("--kinds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="numbers of the kinds to run")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--max_lag", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
