@@ -4,7 +4,8 @@
 
 GRPO of a random model (--layers of --hidden) on `ranks` ranks, of which `samplers` sample. An episode has three turns
 of --turn_tokens; the tool of each sleeps for a log-normal time (median 0.3 s, sigma 1) that depends on prompt and turn
-alone. The first three steps of a run do not count. Runs by turns, each kind several times.
+alone. The first three steps of a run do not count, nor the last `max_lag`, beyond which there is nothing to sample.
+Runs by turns, each kind several times.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for number, (kind, more) in enumerate(kinds.items()):
                 folder = base / f"{repeat}.{number}"
                 folder.mkdir()
-                told = run(folder, base / "model", rows, options, more)[_WARM_UP:]
+                told = run(folder, base / "model", rows, options, more)[_WARM_UP : options.steps - max_lag]
                 seconds[kind].append(statistics.mean(line["time/step_seconds"] for line in told))
                 waits = [line["rollout/sampler_idle_ratio"] for line in told if "rollout/sampler_idle_ratio" in line]
                 idle[kind] += [statistics.mean(waits)] if waits else []
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a step, with 4 completions each")
     parser.add_argument("--turn_tokens", type=int, default=32)
     parser.add_argument("--kinds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="numbers of the kinds to run")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--max_lag", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256)
