@@ -17,13 +17,13 @@ LINES = {
         "tokenising ROWS: 1 of 60 rows, ",
         "rows of the run: 1 of ",
         "reference log-probs: 4 of ",
-        "evaluation: 3 of 3 rows, ",
+        "evaluation: 3 rows in ",
     ],
-    "reward": ["tokenising ROWS: 1 of 60 rows, ", "evaluation: 3 of 3 rows, ", "calibration: 3 of 3 rows, "],
+    "reward": ["tokenising ROWS: 1 of 60 rows, ", "evaluation: 3 rows in ", "calibration: 3 rows in "],
     "ppo": [
         "tokenising ROWS: 1 of 60 rows, ",
-        "evaluation: 3 of 3 completions, ",
-        "rollout of step 1: 4 of 4 completions, ",
+        "evaluation: 3 completions in ",
+        "rollout of step 1: 4 completions in ",
     ],
 }
 MORE = {"reward": "--objective.calibrate true", "ppo": "--reference.refresh_every 0"}

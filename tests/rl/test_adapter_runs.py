@@ -287,7 +287,7 @@ def test_the_example_runs(model_folder: Path, tmp_path: Path) -> None:
         (
             "--rollout.streaming.max_lag 1",
             {"a": {}},
-            "a is a run on a base with other runs, got rollout.streaming a section: leave",
+            "a is a run on a base with other runs, got the section rollout.streaming: leave",
         ),
         (
             "",
