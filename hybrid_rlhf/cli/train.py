@@ -38,7 +38,7 @@ from hybrid_rlhf.runtime.command_line import (
     save_config,
     user_errors,
 )
-from hybrid_rlhf.runtime.files.atomic import make_writable
+from hybrid_rlhf.runtime.files.disk import make_writable
 from hybrid_rlhf.runtime.hostfile import SHARED_SECONDS, process_count
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.output import print_document, wants_json

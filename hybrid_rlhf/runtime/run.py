@@ -21,7 +21,7 @@ from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.runtime.agreement import RankAgreement
 from hybrid_rlhf.runtime.command_line import changed_settings, read_config
-from hybrid_rlhf.runtime.files.atomic import make_writable, write_whole
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
     MANIFEST,
@@ -30,6 +30,7 @@ from hybrid_rlhf.runtime.files.checkpoint_folder import (
     read_manifest,
     rename_superseded,
 )
+from hybrid_rlhf.runtime.files.disk import make_writable
 from hybrid_rlhf.runtime.files.folder_lock import FolderLock
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, LOG_FILE
 from hybrid_rlhf.runtime.hostfile import SHARED_SECONDS

@@ -91,21 +91,6 @@ def restore_folders(parent: Path, pattern: str = "") -> None:
         shutil.rmtree(beside)
 
 
-def make_writable(folder: Path) -> str | None:
-    """Create an output_dir; return why it cannot be written, or None."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        return f"output_dir must be a writable folder, {folder} is not ({error.strerror}): choose another"
-    free_gib = shutil.disk_usage(folder).free / 2**30
-    if free_gib < 0.05:
-        return f"output_dir needs 0.05 GiB of disk space, {folder} has {free_gib:.2f}: free some, or choose another"
-    return None
-
-
 def output_file(path: str | Path, key: str, *, overwrite: bool) -> Path:
     """The path of a new file; creates its folder.
 

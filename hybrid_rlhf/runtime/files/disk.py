@@ -1,4 +1,4 @@
-"""Messages for errors of a disk, and the OSError behind write errors of libraries.
+"""Messages for errors of a disk, before a run writes and after, and the OSError behind write errors of libraries.
 
 safetensors has the system's error number in its message. torch and DeepSpeed omit it, so a test write finds it.
 """
@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,21 @@ _OF_FILES_ALONE = (errno.EACCES, errno.EPERM)
 DISK_ERRNOS = frozenset(_FAULTS)
 _PROBE_BYTES = 2**20
 """Size of a test write: more than the free space of a disk on which a write has failed."""
+
+
+def make_writable(folder: Path) -> str | None:
+    """Create an output_dir; return why it cannot be written, or None."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        return f"output_dir must be a writable folder, {folder} is not ({error.strerror}): choose another"
+    free_gib = shutil.disk_usage(folder).free / 2**30
+    if free_gib < 0.05:
+        return f"output_dir needs 0.05 GiB of disk space, {folder} has {free_gib:.2f}: free some, or choose another"
+    return None
 
 
 def disk_fault(error: OSError) -> str | None:
