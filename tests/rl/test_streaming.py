@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig, StreamingConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.batching.arrivals import Taken
 from hybrid_rlhf.generation.open_batch import PromptBatch
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
@@ -312,6 +313,26 @@ def test_an_order_is_repeated_where_a_turn_arrives_when_the_step_is_about_to_end
     repeating.join(60)
     assert not repeating.is_alive()
     assert second.take_order() == order
+
+
+def test_a_time_slice_finishes_the_turns_that_have_begun_unless_an_order_ends_it() -> None:
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=[])
+    takes_turns: Any = SimpleNamespace(generation_world=solo_world(torch.device("cpu")), samples_while_training=False)
+    config = RolloutConfig(max_prompt_tokens=8)
+    short, long = (PromptBatch([[5, 6]], SamplingParams(max_new_tokens=count, seed=1)) for count in (1, 100))
+
+    def batch(recorded: dict[int, list[Taken]]) -> LiveBatch:
+        return LiveBatch(takes_turns, config, stop={}, rows=2, environments=None, recorded=recorded)
+
+    live = batch({})
+    with live.decoding(engine, []):
+        rest = live.submit(long, lambda tokens: None)
+        live.wait(live.submit(short, lambda tokens: None))
+        live.finish_turns(1)
+        assert rest.is_finished
+    repeats = batch({1: [Taken(2, "end 1", drains=True)]})
+    repeats.submit(long, lambda tokens: None)
+    repeats.finish_turns(1)  # this turn began in a later slice
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ AUTO_CLASS: dict[Architecture, Any] = {
 }
 _LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 _NO_HEAD = "a reward model must have a score head, {} has none: give one that a reward step saved"
+_NO_LM_HEAD = "a causal LM must have a language model head, {} is a reward model: give the model of an SFT step"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes by their names in configs."""
 
@@ -87,7 +88,8 @@ def load_model(
         the model, with dropout off; and whether its score head is newly initialised, as the folder has none.
 
     Raises:
-        UserError: when transformers cannot load it, or when a scorer has other heads or no head in its architecture.
+        UserError: when transformers cannot load it, when a scorer has other heads or no head in its architecture, or
+            when a causal LM is stored as a reward model.
     """
     hf_config = load_config(path, trust_remote_code=config.trust_remote_code)
     if architecture == "scorer":
@@ -95,6 +97,8 @@ def load_model(
             require_scorer(hf_config, path)
         elif is_scorer(hf_config):
             _require_heads(path, hf_config, heads)
+    elif is_scorer(hf_config):
+        raise UserError(_NO_LM_HEAD.format(path))
     adapt_config(hf_config, architecture, heads=heads)
     rule = f"transformers cannot load {path} as a {architecture}"
     faulty = partial(reading, rule, "copy the model again, or choose another", config=hf_config)

@@ -99,9 +99,11 @@ class StreamingSampler(AsyncSampler):
             self._admit(live, step)
             rows = self._ahead.pop(step).rows
             ticket = self._tickets.pop(step)
-            # a rank that is done goes on with later prompts while it waits for the others
-            with sampler.timers("generation"), shared_user_errors(sampler.world):
-                samples = live.wait(ticket)
+            with sampler.timers("generation"):
+                # a rank that is done goes on with later prompts while it waits for the others
+                with shared_user_errors(sampler.world):
+                    samples = live.wait(ticket)
+                live.finish_turns(step)
         rollout = sampler.held(ticket.prompts, samples)
         self.metrics = self._log_order(live, step)
         self.hidden_seconds = start - self._left if live.lasts and self._left is not None else 0.0
