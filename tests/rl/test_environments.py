@@ -623,7 +623,6 @@ def test_the_calculator_as_an_episode() -> None:
         game.reset({"prompt": opening, "answer": "many"})
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs util-linux")
 def test_python_is_a_tool_in_the_sandbox() -> None:
     """Each observation says what the program wrote and why it failed; a failure does not end the episode."""

@@ -315,23 +315,25 @@ def test_an_order_is_repeated_where_a_turn_arrives_when_the_step_is_about_to_end
     assert second.take_order() == order
 
 
-def test_a_time_slice_finishes_the_turns_that_have_begun_unless_an_order_ends_it() -> None:
-    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=[])
+def test_a_time_slice_finishes_half_of_the_turns_that_have_begun_unless_an_order_ends_it() -> None:
+    engine = GenerationEngine.from_model(tiny_model(max_position_embeddings=2048), stop_token_ids=[])
     takes_turns: Any = SimpleNamespace(generation_world=solo_world(torch.device("cpu")), samples_while_training=False)
-    config = RolloutConfig(max_prompt_tokens=8)
-    short, long = (PromptBatch([[5, 6]], SamplingParams(max_new_tokens=count, seed=1)) for count in (1, 100))
+    config = RolloutConfig(max_prompt_tokens=8, sampling=SamplingParams(max_new_tokens=1500))
+    first, second, third = (
+        PromptBatch([[5, 6]], SamplingParams(max_new_tokens=count, seed=1)) for count in (1, 100, 1500)
+    )
 
     def batch(recorded: dict[int, list[Taken]]) -> LiveBatch:
-        return LiveBatch(takes_turns, config, stop={}, rows=2, environments=None, recorded=recorded)
+        return LiveBatch(takes_turns, config, stop={}, rows=3, environments=None, recorded=recorded)
 
     live = batch({})
     with live.decoding(engine, []):
-        rest = live.submit(long, lambda tokens: None)
-        live.wait(live.submit(short, lambda tokens: None))
+        turns = [live.submit(turn, lambda tokens: None) for turn in (second, third)]
+        live.wait(live.submit(first, lambda tokens: None))
         live.finish_turns(1)
-        assert rest.is_finished
+        assert [turn.is_finished for turn in turns] == [True, False]
     repeats = batch({1: [Taken(2, "end 1", drains=True)]})
-    repeats.submit(long, lambda tokens: None)
+    repeats.submit(second, lambda tokens: None)
     repeats.finish_turns(1)  # this turn began in a later slice
 
 

@@ -251,15 +251,18 @@ class LiveBatch:
         return ticket.finished
 
     def finish_turns(self, step: int) -> None:
-        """Wait for the turns that have begun, so that their tools answer while the actor trains.
+        """Wait for half of the turns that have begun, so that their tools answer while the actor trains.
 
-        Returns at once if the batch stays open, and in a step whose order is repeated, which ends where it ended.
+        Not for all: a long turn continues in the next time slice. Returns at once if the batch stays open, and in a
+        step whose order is repeated, which ends where it ended.
         """
         if self.lasts or self._recorded.get(step):
             return
         with self._changed:
-            begun = [ticket for ticket in self._tickets if ticket.is_turn]
-            self._changed.wait_for(lambda: self.failure is not None or not set(begun) & set(self._tickets))
+            begun = {ticket for ticket in self._tickets if ticket.is_turn}
+            self._changed.wait_for(
+                lambda: self.failure is not None or 2 * len(begun.intersection(self._tickets)) <= len(begun)
+            )
 
     def _start(self, ticket: Ticket) -> None:
         with self._changed:
