@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GenerationConfig,
     GPT2Config,
     OPTConfig,
     PreTrainedConfig,
@@ -30,6 +34,7 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.errors import user_error
 from tests.support.messages import user
+from tests.support.models import SMALL
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -51,6 +56,17 @@ def test_dropout_is_off(tmp_path: Path) -> None:
         tmp_path
     )
     model, _ = load(tmp_path)
+    model.train()
+    ids = IDS % 50
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_dropout_of_a_language_model_beside_towers_is_off(tmp_path: Path) -> None:
+    text = {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 50, "attention_dropout": 0.5}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    model, _ = load(tmp_path, attention="eager")
     model.train()
     ids = IDS % 50
     assert torch.equal(model(ids).logits, model(ids).logits)
@@ -165,6 +181,21 @@ def lora_model(model_folder: Path, rank: int = 4):  # type: ignore[no-untyped-de
 
 
 @torch.no_grad()
+def test_settings_of_generation_that_transformers_warns_of_are_saved_with_other_ends(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Vicuna's temperature without do_sample, for example."""
+    shutil.copytree(model_folder, tmp_path / "theirs")
+    settings = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": 2}
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(settings))
+    model = load(tmp_path / "theirs")[0]
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = [2, 0]
+    save(tmp_path / "ours", model)
+    saved = GenerationConfig.from_pretrained(tmp_path / "ours")
+    assert (saved.temperature, saved.top_p, saved.eos_token_id) == (0.9, 0.6, [2, 0])
+
+
 def test_merged_adapters_compute_what_unmerged_ones_do_and_leave_no_trace(model_folder: Path, tmp_path: Path) -> None:
     model = lora_model(model_folder)
     before = {name: value.clone() for name, value in model.state_dict().items()}

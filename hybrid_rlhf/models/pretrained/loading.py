@@ -248,9 +248,10 @@ def adapt_config(config: PreTrainedConfig, architecture: Architecture, *, heads:
         if names:
             config.id2label = dict(enumerate(names))
             config.label2id = {name: place for place, name in enumerate(names)}
-    for name, value in list(vars(config).items()):
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-            setattr(config, name, 0.0)
+    for part in (config, config.get_text_config()):
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(part, name, 0.0)
 
 
 def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:
