@@ -77,7 +77,7 @@ def _save_rest(folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizer
     lm.config.pad_token_id = tokenizer.pad_token_id
     lm.config.save_pretrained(folder)
     if lm.can_generate() and lm.generation_config is not None:
-        # not save_pretrained, which refuses a published config that would only be warned about, once it has other tokens
+        # save_pretrained refuses, once its ends have changed, a published config of which it otherwise only warns
         lm.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(folder)
 
