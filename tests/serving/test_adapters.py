@@ -138,6 +138,10 @@ def test_mistakes_are_named(model_folder: Path, tmp_path: Path) -> None:
         (adapter("other", tiny_model(hidden_size=64)), "must fit LlamaForCausalLM"),
         (adapter("dora", use_dora=True), "must be LoRA that changes weights alone, .* is LORA, use_dora: merge"),
         (
+            adapter("pissa", init_lora_weights="pissa"),
+            "changes weights alone, .* is LORA, init_lora_weights pissa: merge",
+        ),
+        (
             adapter("tokens", trainable_token_indices=[5, 6]),
             "changes weights alone, .* is LORA, trainable_token_indices: merge",
         ),
