@@ -50,8 +50,8 @@ def merge_adapter(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
     """The model with an adapter merged into its weights, in their dtype; the given model must not be used afterwards.
 
     Raises:
-        UserError: when the folder has no adapter in safetensors, it does not fit the model, or changes a base that is not
-            known any more.
+        UserError: when the folder has no adapter in safetensors, it does not fit the model, or its base is not known
+            any more.
     """
     config = _adapter_config(folder)
     if "_niter_" in _start(config):
