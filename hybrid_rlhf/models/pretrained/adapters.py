@@ -38,6 +38,7 @@ _BEYOND_FACTORS = (
     "trainable_token_indices",
     "alora_invocation_tokens",
     "layer_replication",
+    "kasa_config",
 )
 """Settings of LoRA with which an adapter is more than an addition of factors to weights."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
