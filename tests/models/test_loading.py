@@ -25,6 +25,7 @@ from transformers import (
 
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.engines.adapters import AdapterEngine
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.functional import operations
 from hybrid_rlhf.models.lora import adapters_off, add_lora, choose_trained, lora_merged
@@ -34,8 +35,8 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.errors import user_error
 from tests.support.messages import user
-from tests.support.models import SMALL
-from tests.support.tiny import VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
+from tests.support.models import SMALL, random_adapter
+from tests.support.tiny import VOCABULARY, save_tiny, tiny_config, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 WORLD = solo_world(CPU)
@@ -212,6 +213,23 @@ def test_merged_adapters_compute_what_unmerged_ones_do_and_leave_no_trace(model_
     torch.testing.assert_close(
         AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, unmerged, atol=1e-5, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(target_modules=["v_proj"])])
+def test_an_adapter_beside_the_weights_is_not_trained_on(lora: LoraConfig | None, tmp_path: Path) -> None:
+    """transformers adds it to the model: nothing was trained, or what was saved was another model."""
+    random_adapter(tiny_model(), tmp_path, 0, ["q_proj"])
+    model = load(save_tiny(tmp_path, tiny_model()))[0]
+    rule = f"has no adapter beside its weights, {tmp_path} has one: merge it with hybrid-rlhf export"
+    with user_error(rule):
+        choose_trained(model, lora, "causal_lm", learns=True, seed=0)
+    with user_error(rule):
+        AdapterEngine(model, world=WORLD)
+    choose_trained(model, None, "causal_lm", learns=False, seed=0)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits
+    assert (expected - tiny_model()(IDS).logits).abs().max() > 0.1
+    save(tmp_path / "merged", model)
+    torch.testing.assert_close(load(tmp_path / "merged")[0](IDS).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_only_adapters_learn_and_all_linear_leaves_the_head_alone(model_folder: Path) -> None:

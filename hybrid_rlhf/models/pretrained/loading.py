@@ -124,7 +124,8 @@ def load_model(
     finally:
         if partitioning is not None:
             unset_hf_deepspeed_config()  # this config is global, and the next model may not be partitioned
-    if dequantised:  # otherwise saving would use the names of MXFP4; None selects the family's names
+    # else saving would use the names of MXFP4, or of an adapter beside the weights; None selects the family's names
+    if dequantised or hasattr(model, "peft_config"):
         vars(model)["_weight_conversions"] = None
     missing = set(info["missing_keys"])
     _require_weights(path, model, architecture, missing)
