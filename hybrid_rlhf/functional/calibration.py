@@ -29,16 +29,15 @@ def fit_temperature(leads: Tensor) -> float:
     return math.exp(-(low + high) / 2)
 
 
-def calibration_error(leads: Tensor, *, temperature: float = 1.0, bins: int = 10) -> float:
-    """Expected calibration error: mean gap between confidence and accuracy, in equal bins of confidence [0.5, 1].
+def calibration_error(leads: Tensor, *, temperature: float = 1.0) -> float:
+    """Expected calibration error: mean gap between confidence and accuracy, in ten bins of confidence [0.5, 1].
 
     Args:
         leads: [E], at least one; a lead of 0 counts as wrong.
         temperature: divisor of the leads.
-        bins: number of bins.
     """
     leads = leads.double()
     confidence = torch.sigmoid(leads.abs() / temperature)
-    place = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, (leads > 0).double() - confidence)
+    place = ((confidence - 0.5) * 20).long().clamp(max=9)
+    gaps = torch.zeros(10, dtype=torch.float64).index_add_(0, place, (leads > 0).double() - confidence)
     return float(gaps.abs().sum() / len(leads))

@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.models.pretrained.cards import read_card_metadata, render_card
+from hybrid_rlhf.models.pretrained.cards import read_card_metadata, render_card, texts
 from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.environment import versions
 from hybrid_rlhf.runtime.observability.formatting import format_value
@@ -45,10 +45,10 @@ def model_card(run: Run, name: str, *, generates: bool) -> str:
     role = name.partition("_")[0]
     method, tag = _method(config)
     parent = read_card_metadata(Path(str(config.model.path))) if config.model.path else {}
-    base = _hub_model(str(config.model.path)) or parent.get("base_model")
+    bases = texts(_hub_model(str(config.model.path)) or parent.get("base_model"))
     metadata = {
-        "base_model": base,
-        "datasets": sorted({*_hub_data(config), *parent.get("datasets", [])}),
+        "base_model": bases[0] if len(bases) == 1 else bases,
+        "datasets": sorted({*_hub_data(config), *texts(parent.get("datasets"))}),
         "library_name": "transformers",
         "license": parent.get("license"),
         "pipeline_tag": "text-generation" if generates else "text-classification",
@@ -56,7 +56,7 @@ def model_card(run: Run, name: str, *, generates: bool) -> str:
     }
     title = "/".join(part for part in (run.folder.resolve().name, name) if part)
     what = "A causal language model" if generates else "A model that scores conversations"
-    start = f"from {f'`{base}`' if base else 'a local model'}"
+    start = f"from {', '.join(f'`{base}`' for base in bases) or 'a local model'}"
     text = [
         f"# {title}",
         f"{what}, trained {start} by {method} with hybrid_rlhf.",

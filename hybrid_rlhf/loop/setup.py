@@ -46,15 +46,13 @@ def open_step(
             yield run
 
 
-def start_step(
-    config: StepConfig, run: Run, path: str | None, *, key: str = "model.path"
-) -> tuple[str, PreTrainedTokenizerBase]:
+def start_step(config: StepConfig, run: Run, path: str | None) -> tuple[str, PreTrainedTokenizerBase]:
     """Write the resolved config, and return the path of the model to start from and its tokenizer.
 
     A warm start replaces the path by that of its actor.
     """
     warn_of_remote_code(config.model.trust_remote_code, run.world)
-    resolved = resolve(config, run, warm_start_folder(run, "actor") or path, key=key)
+    resolved = resolve(config, run, warm_start_folder(run, "actor") or path, key="model.path")
     if run.warm_start is not None and run.checkpoint is None and run.world.is_main:
         logger.info(
             "warm start from the weights in %s; optimizer, schedule and data start from the beginning", run.warm_start

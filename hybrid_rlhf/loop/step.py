@@ -64,7 +64,7 @@ class Step(ABC, Generic[ConfigT]):
         self,
         config: ConfigT | ModelSource | None = None,
         *,
-        model: ModelSource | None = None,
+        model: ModelSource | Mapping[str, Any] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         data: Rows | Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] = (),
@@ -74,7 +74,8 @@ class Step(ABC, Generic[ConfigT]):
 
         Args:
             config: settings that the keywords override, or the model; None: the defaults.
-            model: model.path, or a model of transformers, whose current weights are written to the cache folder.
+            model: model.path, or a model of transformers, whose current weights are written to the cache folder; or
+                the section `model`, whose `path` may be either.
             tokenizer: tokenizer of a model object.
             data: a path, a list of rows, a data set, or a `DatasetDict` of train and test (or validation); or the
                 section `data`, whose `sources` and `eval_sources` may be any of the first three. Rows in memory are
@@ -90,10 +91,14 @@ class Step(ABC, Generic[ConfigT]):
                 raise UserError(f"{type(self).__name__} takes one model, got two: leave one out")
             config, model = None, config
         content = {name: _nested(value) for name, value in settings.items()}
-        section = None if data is None else _data_section(data)
+        section = None if data is None else _data_section(_nested(data))
         cache_dir = None if section is None else section.get("cache_dir")
+        model = _nested(model)
+        model_section = dict(model) if isinstance(model, Mapping) else {"path": model}
         if model is not None:
-            content["model"] = {**content.get("model", {}), "path": _model_path(model, tokenizer, cache_dir)}
+            content["model"] = model_section
+        if (source := model_section.get("path")) is not None:
+            model_section["path"] = _model_path(source, tokenizer, cache_dir)
         elif tokenizer is not None:
             raise UserError("tokenizer needs a model object, got no model: give model, or leave tokenizer out")
         if section is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -72,10 +73,17 @@ def describe_error(error: BaseException) -> str:
 
 
 def _load_file(path: Path) -> ModuleType:
-    name = str(path.resolve())
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
+    state = path.stat()
+    return _module(str(path.resolve()), path, state.st_mtime_ns, state.st_size)
+
+
+@functools.cache
+def _module(name: str, path: Path, *state: int) -> ModuleType:
+    """The module of a file in a state: functions and classes of one file share its variables."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "the name ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up their module
     spec.loader.exec_module(module)

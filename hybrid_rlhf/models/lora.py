@@ -47,11 +47,13 @@ def choose_trained(
     """Choose the trained parameters: none of a frozen model, the adapters of `lora`, or all.
 
     Raises:
-        UserError: when lora does not fit the model.
+        UserError: when lora does not fit the model, or a trained model has adapters already.
     """
     if not learns:
         model.requires_grad_(False)
-    elif lora is not None:
+        return
+    require_plain(model)
+    if lora is not None:
         dtype = model.dtype
         add_lora(model, lora, architecture, seed=seed)
         for parameter in model.parameters():  # not buffers: rotary frequencies are float32 in any model
@@ -159,6 +161,19 @@ def stacked_experts(model: PreTrainedModel) -> list[str]:
 def has_lora(module: nn.Module) -> bool:
     """Return True if a module has adapters."""
     return any(map(_is_adapted, module.modules()))
+
+
+def require_plain(model: PreTrainedModel) -> None:
+    """Require a model without adapters, which transformers adds if the folder of its weights also has an adapter.
+
+    Raises:
+        UserError: for one with adapters.
+    """
+    if has_lora(model):
+        raise UserError(
+            f"a model that trains has no adapter beside its weights, {model.name_or_path} has one: merge it with "
+            "hybrid-rlhf export, or remove its adapter_config.json"
+        )
 
 
 def _is_adapted(module: nn.Module) -> bool:

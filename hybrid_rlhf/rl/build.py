@@ -136,7 +136,7 @@ def rl_session(
     """
     with open_step(config, callbacks, process) as run, contextlib.ExitStack() as stack:
         config.require_reward()
-        actor_path, tokenizer = start_step(config, run, config.model.path, key="model.path")
+        actor_path, tokenizer = start_step(config, run, config.model.path)
         config, watch = choose_placement(config, run.world)
         placement = place_roles(config, run, actor_path)
         plan = plan_step(config, run, placement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -93,6 +94,26 @@ def test_an_adapter_is_merged(model_folder: Path, tmp_path: Path, adapter: str, 
     torch.testing.assert_close(logprobs(output), expected, atol=1e-4, rtol=1e-4)
     assert (expected - logprobs(model_folder)).abs().max() > 0.1
     assert not list(output.glob("adapter*"))
+
+
+def test_an_adapter_whose_first_factors_are_taken_from_the_base_is_merged_if_these_are_known(
+    model_folder: Path, tmp_path: Path, cli: CommandLine
+) -> None:
+    """Of PiSSA by an exact decomposition, not by one of random vectors: the merged model was another one."""
+    for start in ("pissa", "pissa_niter_4"):
+        adapted = get_peft_model(tiny_model(), LoraConfig(r=2, init_lora_weights=start, target_modules=["q_proj"]))
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        expected = module_logprobs(adapted.eval(), PROBE)
+        adapted.save_pretrained(tmp_path / start)
+        line = f"export {model_folder} --output {tmp_path}/out --adapter {tmp_path}/{start}"
+        if start == "pissa":
+            cli(line)
+            torch.testing.assert_close(logprobs(tmp_path / "out"), expected, atol=1e-4, rtol=1e-4)
+            shutil.rmtree(tmp_path / "out")
+        else:
+            assert "pissa_niter_4 leaves of it at random: save it again with path_initial" in cli.refused(line)
 
 
 def test_a_gguf_file_is_written_and_measured(model_folder: Path, tmp_path: Path, cli: CommandLine) -> None:

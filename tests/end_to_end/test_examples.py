@@ -9,6 +9,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -111,6 +112,20 @@ def test_models_and_splits_in_memory_are_those_on_disk(model_folder: Path, tmp_p
     with torch.no_grad():
         next(lm.parameters()).add_(1.0)
     assert SFT(lm, tokenizer=tokenizer, data=section).config.model.path != first.model.path
+
+
+def test_model_and_data_may_be_sections_as_the_other_keywords(model_folder: Path, tmp_path: Path) -> None:
+    expected = SFT(model_folder, data="rows.jsonl").config
+    expected = replace(expected, model=replace(expected.model, dtype="bfloat16"))
+    for section in ({"path": model_folder, "dtype": "bfloat16"}, expected.model):
+        for data in ({"sources": "rows.jsonl"}, expected.data):
+            assert SFT(model=section, data=data).config == expected
+    assert SFT(expected, model={"dtype": "float32"}).config.model == replace(expected.model, dtype="float32")
+    lm, tokenizer = tiny_model(), tiny_tokenizer()
+    found = SFT(model={"path": lm, "dtype": "bfloat16"}, tokenizer=tokenizer, data={"cache_dir": str(tmp_path)}).config
+    assert found.model.dtype == "bfloat16" and (Path(str(found.model.path)) / "config.json").is_file()
+    with user_error("model must be a path or a model of transformers, got int"):
+        SFT(model={"path": 3})
 
 
 @pytest.mark.parametrize(

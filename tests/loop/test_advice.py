@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -200,6 +201,19 @@ def test_a_resumed_run_does_not_repeat_its_advice() -> None:
     before = [finding for each in lines[:12] for finding in advisor.watch(int(each["step"]), each)]
     after = [finding for each in lines[12:] for finding in advisor.watch(int(each["step"]), each)]
     assert len(before) == 1 and after == []
+
+
+def test_the_last_steps_of_a_long_run_cost_what_the_first_do() -> None:
+    """Overfitting is seen at each of them. With means of all values, the second half took three times as long."""
+    advisor = Advisor()
+    halves = []
+    for first in (1, 4001):
+        start = time.process_time()
+        for step in range(first, first + 4000):
+            losses = {"sft/loss": -step, "lr": -step} | ({"eval/loss": step} if step % 100 == 1 else {})
+            advisor.watch(step, losses)
+        halves.append(time.process_time() - start)
+    assert halves[1] < 2 * halves[0]
 
 
 def test_advice_names_keys_that_exist() -> None:

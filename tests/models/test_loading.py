@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GenerationConfig,
     GPT2Config,
     OPTConfig,
     PreTrainedConfig,
@@ -21,6 +25,7 @@ from transformers import (
 
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.engines.adapters import AdapterEngine
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.functional import operations
 from hybrid_rlhf.models.lora import adapters_off, add_lora, choose_trained, lora_merged
@@ -30,7 +35,8 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.errors import user_error
 from tests.support.messages import user
-from tests.support.tiny import VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
+from tests.support.models import SMALL, random_adapter
+from tests.support.tiny import VOCABULARY, save_tiny, tiny_config, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 WORLD = solo_world(CPU)
@@ -51,6 +57,17 @@ def test_dropout_is_off(tmp_path: Path) -> None:
         tmp_path
     )
     model, _ = load(tmp_path)
+    model.train()
+    ids = IDS % 50
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_dropout_of_a_language_model_beside_towers_is_off(tmp_path: Path) -> None:
+    text = {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 50, "attention_dropout": 0.5}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    model, _ = load(tmp_path, attention="eager")
     model.train()
     ids = IDS % 50
     assert torch.equal(model(ids).logits, model(ids).logits)
@@ -165,6 +182,21 @@ def lora_model(model_folder: Path, rank: int = 4):  # type: ignore[no-untyped-de
 
 
 @torch.no_grad()
+def test_settings_of_generation_that_transformers_warns_of_are_saved_with_other_ends(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Vicuna's temperature without do_sample, for example."""
+    shutil.copytree(model_folder, tmp_path / "theirs")
+    settings = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": 2}
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(settings))
+    model = load(tmp_path / "theirs")[0]
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = [2, 0]
+    save(tmp_path / "ours", model)
+    saved = GenerationConfig.from_pretrained(tmp_path / "ours")
+    assert (saved.temperature, saved.top_p, saved.eos_token_id) == (0.9, 0.6, [2, 0])
+
+
 def test_merged_adapters_compute_what_unmerged_ones_do_and_leave_no_trace(model_folder: Path, tmp_path: Path) -> None:
     model = lora_model(model_folder)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -181,6 +213,23 @@ def test_merged_adapters_compute_what_unmerged_ones_do_and_leave_no_trace(model_
     torch.testing.assert_close(
         AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, unmerged, atol=1e-5, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(target_modules=["v_proj"])])
+def test_an_adapter_beside_the_weights_is_not_trained_on(lora: LoraConfig | None, tmp_path: Path) -> None:
+    """transformers adds it to the model: nothing was trained, or what was saved was another model."""
+    random_adapter(tiny_model(), tmp_path, 0, ["q_proj"])
+    model = load(save_tiny(tmp_path, tiny_model()))[0]
+    rule = f"has no adapter beside its weights, {tmp_path} has one: merge it with hybrid-rlhf export"
+    with user_error(rule):
+        choose_trained(model, lora, "causal_lm", learns=True, seed=0)
+    with user_error(rule):
+        AdapterEngine(model, world=WORLD)
+    choose_trained(model, None, "causal_lm", learns=False, seed=0)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits
+    assert (expected - tiny_model()(IDS).logits).abs().max() > 0.1
+    save(tmp_path / "merged", model)
+    torch.testing.assert_close(load(tmp_path / "merged")[0](IDS).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_only_adapters_learn_and_all_linear_leaves_the_head_alone(model_folder: Path) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -138,6 +139,10 @@ def test_mistakes_are_named(model_folder: Path, tmp_path: Path) -> None:
         (adapter("other", tiny_model(hidden_size=64)), "must fit LlamaForCausalLM"),
         (adapter("dora", use_dora=True), "must be LoRA that changes weights alone, .* is LORA, use_dora: merge"),
         (
+            adapter("pissa", init_lora_weights="pissa"),
+            "changes weights alone, .* is LORA, init_lora_weights pissa: merge",
+        ),
+        (
             adapter("tokens", trainable_token_indices=[5, 6]),
             "changes weights alone, .* is LORA, trainable_token_indices: merge",
         ),
@@ -148,6 +153,10 @@ def test_mistakes_are_named(model_folder: Path, tmp_path: Path) -> None:
     ):
         with user_error(rule):
             engine_at(place, kv_cache_gib=None, adapters={"a": str(folder)})
+    if hasattr(peft, "KasaConfig"):
+        kasa = adapter("kasa", kasa_config=peft.KasaConfig())
+        with user_error("changes weights alone, .* is LORA, kasa_config: merge"):
+            engine_at(place, kv_cache_gib=None, adapters={"a": str(kasa)})
     for lm, layer, settings, rule in (
         (tiny_model(), "lm_head", {}, "attention and dense MLPs, a changes lm_head.weight"),
         (

@@ -30,7 +30,7 @@ from hybrid_rlhf.data.loaders import shard_batch
 from hybrid_rlhf.engines.adapters.adapter import Adapter, LinearLayer
 from hybrid_rlhf.engines.adapters.files import ParkedTensors, read_optimizer, read_state, write_folder
 from hybrid_rlhf.engines.adapters.products import AdapterProducts, StackedFactors
-from hybrid_rlhf.models.lora import linear_layers
+from hybrid_rlhf.models.lora import linear_layers, require_plain
 from hybrid_rlhf.models.packing import pack_parts, pads
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.pretrained.adapters import LowRank, stored_adapter
@@ -95,8 +95,9 @@ class AdapterEngine:
                 recently are parked. None: all stay.
 
         Raises:
-            UserError: for a model without packed rows.
+            UserError: for a model without packed rows, or with adapters already.
         """
+        require_plain(lm)
         if pads(lm):
             raise UserError(
                 f"several adapters train in packed rows, {type(lm).__name__} computes padding: train each with its own "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 RESERVED = ("step", "time_seconds")
 """Entries of a line of metrics.jsonl that are not metrics."""
@@ -14,6 +16,10 @@ class Curves:
 
     def __init__(self) -> None:
         self._points: dict[str, list[tuple[int, float]]] = {}
+        self._sums: dict[str, list[Fraction]] = {}
+        """Sums of the first values of a metric, exact, as rules compare means that may be equal."""
+        self._peaks: dict[str, tuple[float, int]] = {}
+        """The largest value of each metric, and its first place."""
         self.step = 0
         """The last step."""
         self.not_finite: tuple[str, ...] = ()
@@ -26,7 +32,10 @@ class Curves:
         self.not_finite = tuple(name for name, value in values.items() if not math.isfinite(value))
         for name, value in values.items():
             if math.isfinite(value):
-                self._points.setdefault(name, []).append((step, value))
+                points = self._points.setdefault(name, [])
+                if not points or value > self._peaks[name][0]:
+                    self._peaks[name] = value, len(points)
+                points.append((step, value))
 
     @property
     def names(self) -> Sequence[str]:
@@ -48,6 +57,26 @@ class Curves:
     def value(self, name: str) -> float:
         """The last value; NaN without one."""
         return next(iter(self.last(name, 1)), math.nan)
+
+    def since_peak(self, name: str) -> int:
+        """Number of values since the largest, itself included; 0 without one."""
+        return self.count(name) - self._peaks[name][1] if name in self._peaks else 0
+
+    def rise(self, name: str, since: int) -> Fraction:
+        """The mean of the second half of the values from a step on minus that of the first half; 0 for less than two.
+
+        Rules ask at every step, so the values are not added up each time.
+        """
+        points = self.points(name)
+        sums = self._sums.setdefault(name, [Fraction()])
+        for _, value in points[len(sums) - 1 :]:
+            sums.append(sums[-1] + Fraction(value))
+        start = bisect_left(points, since, key=lambda point: point[0])
+        end = len(points)
+        middle = start + (end - start) // 2
+        if middle == start:
+            return Fraction()
+        return (sums[end] - sums[middle]) / (end - middle) - (sums[middle] - sums[start]) / (middle - start)
 
     def points(self, name: str) -> Sequence[tuple[int, float]]:
         """Steps and values of a metric."""

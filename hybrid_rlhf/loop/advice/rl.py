@@ -81,8 +81,7 @@ def held_out_falls(curves: Curves) -> str | None:
         return None
     best_step, best = max(held_out, key=lambda point: point[1])
     fall = best - held_out[-1][1]
-    since = [value for step, value in curves.points("objective/scores") if step >= best_step]
-    if len(since) < 2 or not 0 < fall >= 0.25 * std or _difference_of_halves(since) <= 0:
+    if not 0 < fall >= 0.25 * std or curves.rise("objective/scores", best_step) <= 0:
         return None
     return f"the held-out score fell by {fall:.3g} since step {best_step} while that of training rose"
 
@@ -123,28 +122,30 @@ def idle_critic(curves: Curves) -> str | None:
     """After 50 updates the critic explains less than a twentieth of the variance of the returns."""
     name = "val/explained_variance"
     values = curves.last(name, _CRITIC_WINDOW)
-    updates = sum(value for _, value in curves.points("rollout/updates"))
-    if updates < _CRITIC_UPDATES or len(values) < _CRITIC_WINDOW or max(map(abs, values)) > 0.05:
+    if len(values) < _CRITIC_WINDOW or max(map(abs, values)) > 0.05:
         return None
-    if explained_variance(curves):  # the more specific rule
+    updates = sum(value for _, value in curves.points("rollout/updates"))
+    if updates < _CRITIC_UPDATES or explained_variance(curves):  # the more specific rule
         return None
     return f"{name} is {values[-1]:.3g} after {updates:.0f} updates, near 0 for {_CRITIC_WINDOW} rollouts in a row"
 
 
 def still_policy(curves: Curves) -> str | None:
     """Since the learning rate reached its peak, for ten rollouts or more, KL and scores have not left their noise."""
-    rates = [value for _, value in curves.points("lr")]
-    count = len(rates) - rates.index(max(rates)) if rates else 0
-    kl = curves.last("objective/kl", count)
-    scores = curves.last("objective/scores", count)
-    if count < _STILL_ROLLOUTS or rates[-1] <= 0 or not count == len(kl) == len(scores):
+    count = curves.since_peak("lr")
+    shared = min(map(curves.count, ("objective/kl", "objective/scores")))
+    if shared < count or count < _STILL_ROLLOUTS or curves.value("lr") <= 0:
         return None
+    kl = fmean(curves.last("objective/kl", _RECENT))
+    if abs(kl) >= _STILL_NATS:
+        return None
+    scores = curves.last("objective/scores", count)
     moved = _difference_of_halves(scores)
-    if abs(fmean(kl[-_RECENT:])) >= _STILL_NATS or abs(moved) >= 3 * _noise_of_difference(scores):
+    if abs(moved) >= 3 * _noise_of_difference(scores):
         return None
     std = curves.value("objective/scores_std")
     return (
-        f"objective/kl is {fmean(kl[-_RECENT:]):.2g} nats per completion after {count} rollouts, and objective/scores "
+        f"objective/kl is {kl:.2g} nats per completion after {count} rollouts, and objective/scores "
         f"moved by {moved:.2g}, which is noise compared with their standard deviation of {std:.3g}"
     )
 

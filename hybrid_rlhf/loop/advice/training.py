@@ -52,9 +52,7 @@ def overfitting(curves: Curves) -> str | None:
     if min(value for _, value in held_out[-2:]) <= best + 0.02 * abs(best):
         return None
     for name in (name for name in curves.names if name.endswith("/loss") and not name.startswith("eval")):
-        since = [value for step, value in curves.points(name) if step > best_step]
-        half = len(since) // 2
-        if half and fmean(since[half:]) < fmean(since[:half]):
+        if curves.rise(name, best_step + 1) < 0:
             last = held_out[-1][1]
             return f"eval/loss is {last:.3g}, it was {best:.3g} at step {best_step}, and {name} falls further"
     return None

@@ -38,8 +38,12 @@ _BEYOND_FACTORS = (
     "trainable_token_indices",
     "alora_invocation_tokens",
     "layer_replication",
+    "kasa_config",
 )
 """Settings of LoRA with which an adapter is more than an addition of factors to weights."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of init_lora_weights with which peft, also where it reads an adapter, subtracts first factors from the
+base."""
 
 
 @torch.no_grad()
@@ -47,9 +51,16 @@ def merge_adapter(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
     """The model with an adapter merged into its weights, in their dtype; the given model must not be used afterwards.
 
     Raises:
-        UserError: when the folder has no adapter in safetensors, or it does not fit the model.
+        UserError: when the folder has no adapter in safetensors, it does not fit the model, or its base is not known
+            any more.
     """
-    wrapped = _wrapped(lm, folder, _adapter_config(folder))
+    config = _adapter_config(folder)
+    if "_niter_" in _start(config):
+        raise UserError(
+            f"an adapter must be relative to its base, {folder} is to what {_start(config)} leaves of it at random: "
+            "save it again with path_initial_model_for_weight_conversion of peft"
+        )
+    wrapped = _wrapped(lm, folder, config)
     with reading(f"the adapter {folder} must be one that peft can merge", "merge it in a script"):
         merged: PreTrainedModel = wrapped.merge_and_unload(safe_merge=True)
     return merged
@@ -141,6 +152,8 @@ def _plain_lora(folder: str) -> LoraConfig:
     unsupported = [key for key in _BEYOND_FACTORS if getattr(config, key, None)]
     if getattr(config, "bias", "none") != "none":
         unsupported.append("bias")
+    if _start(config).startswith(_CHANGES_BASE):
+        unsupported.append(f"init_lora_weights {_start(config)}")
     if not isinstance(config, LoraConfig) or unsupported:
         kind = ", ".join([str(getattr(config.peft_type, "value", config.peft_type)), *unsupported])
         raise UserError(
@@ -148,6 +161,11 @@ def _plain_lora(folder: str) -> LoraConfig:
             "serve that"
         )
     return config
+
+
+def _start(config: PeftConfig) -> str:
+    """The kind of an adapter's first factors."""
+    return str(getattr(config, "init_lora_weights", "")).lower()
 
 
 def _adapter_config(folder: str) -> PeftConfig:

@@ -41,9 +41,14 @@ def read_card_metadata(folder: Path) -> dict[str, Any]:
     try:
         match = _METADATA.match((folder / CARD_FILE).read_text(errors="replace"))
         content = yaml.safe_load(match[1]) if match else None
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):  # ValueError: a date that does not exist
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def texts(value: Any) -> list[str]:
+    """The texts of an entry of a card's metadata, which may be one, a list, or anything that a user wrote."""
+    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
 
 
 def _checksum(card: str) -> str:

@@ -124,7 +124,8 @@ def load_model(
     finally:
         if partitioning is not None:
             unset_hf_deepspeed_config()  # this config is global, and the next model may not be partitioned
-    if dequantised:  # otherwise saving would use the names of MXFP4; None selects the family's names
+    # else saving would use the names of MXFP4, or of an adapter beside the weights; None selects the family's names
+    if dequantised or hasattr(model, "peft_config"):
         vars(model)["_weight_conversions"] = None
     missing = set(info["missing_keys"])
     _require_weights(path, model, architecture, missing)
@@ -248,9 +249,10 @@ def adapt_config(config: PreTrainedConfig, architecture: Architecture, *, heads:
         if names:
             config.id2label = dict(enumerate(names))
             config.label2id = {name: place for place, name in enumerate(names)}
-    for name, value in list(vars(config).items()):
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-            setattr(config, name, 0.0)
+    for part in (config, config.get_text_config()):
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(part, name, 0.0)
 
 
 def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:

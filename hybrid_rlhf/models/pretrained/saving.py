@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from hybrid_rlhf.models.pretrained.cards import CARD_FILE, may_write_card
 from hybrid_rlhf.runtime.files.durable import flush
@@ -76,7 +77,8 @@ def _save_rest(folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizer
     lm.config.pad_token_id = tokenizer.pad_token_id
     lm.config.save_pretrained(folder)
     if lm.can_generate() and lm.generation_config is not None:
-        lm.generation_config.save_pretrained(folder)
+        # save_pretrained refuses, once its ends have changed, a published config of which it otherwise only warns
+        lm.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(folder)
 
 
