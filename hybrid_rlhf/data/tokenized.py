@@ -6,6 +6,7 @@ training and evaluation, therefore never share a row, independently of the rows 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -349,7 +350,7 @@ def _report_templates(parts: list[datasets.Dataset]) -> None:
     ignored: Counter[str] = Counter()
     for part in parts:
         for keys, count in zip(*np.unique(column_array(part, "ignored"), return_counts=True), strict=True):
-            ignored.update({key: int(count) * number for key, number in Counter(filter(None, keys.split(","))).items()})
+            ignored.update({key: int(count) * number for key, number in Counter(json.loads(keys)).items()})
     if ignored:
         counts = ", ".join(f"{key} ({count:,})" for key, count in ignored.most_common())
         logger.warning(

@@ -310,9 +310,10 @@ def test_weights_and_unrendered_keys_reach_training(load: Load) -> None:
     pair: dict[str, Any] = {"prompt": row["messages"][:1], "chosen": row["messages"][1:], "rejected": "no"}
     (pairs,) = load("preference", [pair]).train
     assert TOKENIZER.decode(own_tokens(pairs, 0)) == "two<|im_end|>"
-    pair["chosen"][-1]["refusal"] = "hm"
-    with user_error(r"rows\.jsonl:1: column 'chosen': .* does not render the key 'refusal'"):
-        load("preference", [pair])
+    for key in ("refusal", "a,b", ""):
+        lost = {**pair["chosen"][-1], key: "hm"}
+        with user_error(rf"rows\.jsonl:1: column 'chosen': .* does not render the key '{key}'"):
+            load("preference", [{**pair, "chosen": [*pair["chosen"][:-1], lost]}])
 
 
 def learned_text(data: tokenized.TokenizedData) -> list[str]:
