@@ -122,12 +122,14 @@ def _encode_completions(
         surplus = min(shared - head, full_length - limit)
         sequences = [(ids[:head] + ids[head + surplus :])[:limit] for ids in sequences]
         masks = [(mask[:head] + mask[head + surplus :])[:limit] for mask in masks]
+    length = max(len(ids) for ids in sequences)
     return {
         "responses": sequences,
         "masks": masks,
-        "length": max(len(ids) for ids in sequences),
+        "length": length,
         "full_length": full_length,
         "tokens": sum(len(ids) for ids in sequences),
+        "padded_tokens": len(sequences) * length,
         "cut": cut,
         "usable": all(any(mask[1:]) for mask in masks),
         "ignored": _ignored([*prompt, *chain.from_iterable(completions)], tokenizer, tools),

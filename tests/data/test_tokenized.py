@@ -16,8 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 import hybrid_rlhf.data.tokenized as tokenized
 from hybrid_rlhf.configs.sections.data import DataSource, RowDataConfig
+from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data import encoding
-from hybrid_rlhf.data.collation import collate_preference_labels
+from hybrid_rlhf.data.collation import collate_preference_labels, collate_preferences
+from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.mismatched import with_mismatched_completions
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.errors import user_error
@@ -172,6 +174,18 @@ def test_preferences_lose_the_beginning_of_their_prompt_first(load: Load, tokeni
         load("preference", rows, max_length=60, too_long="truncate")
 
 
+def test_padding_of_completions_counts_against_the_token_limit(load: Load) -> None:
+    """Of a long completion and short ones, their tokens were counted: one micro-batch had twice as many as allowed."""
+    rows = [{"prompt": "p", "responses": ["x" * 60, *"abcdefg"], "ranks": [*range(8)]}] * 4
+    data = load("preference", rows)
+    micro_batches = MicroBatches(tokens=1400, padded=True)
+    (batches,) = BatchLoader(
+        data.train, global_batch_size=4, world_rank=0, world_size=1, micro_batches=micro_batches, seed=0
+    ).iterate(1)
+    shapes = [collate_preferences(rows, 2).input_ids.shape for rows in batches]
+    assert len(shapes) == 2 and all(shape.numel() <= 1400 for shape in shapes)
+
+
 def test_prompts_keep_their_end_and_their_other_columns(load: Load) -> None:
     rows = [{"prompt": "a" * 90 + "END", "answer": 4}]
     data = load("prompt", rows, max_length=40, too_long="truncate")
@@ -255,7 +269,8 @@ def test_labels_stand_alone_or_come_of_pairs(load: Load) -> None:
         begin = own[place]["masks"][0].index(True)
         for ids, mask in zip(row["responses"][count:], row["masks"][count:], strict=True):
             assert ids[:begin] == own[place]["responses"][0][:begin] and not any(mask[:begin])
-        assert view["tokens"][place] >= sum(map(len, row["responses"]))
+        sizes = [*map(len, row["responses"])]
+        assert view["tokens"][place] >= sum(sizes) and view["padded_tokens"][place] >= len(sizes) * max(sizes)
     short = with_mismatched_completions(data.train, max_length=20)
     for place, count in enumerate(counts):
         assert max(map(len, short[place]["responses"][count:])) <= 20
