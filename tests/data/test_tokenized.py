@@ -90,6 +90,18 @@ def test_eval_sources_replace_the_held_out_share(load: Load, write_jsonl: Any) -
     assert len(load("sft").held_out) == 0
 
 
+def test_each_source_is_evaluated(load: Load, write_jsonl: Any) -> None:
+    """The first one was alone; what the others held out was neither trained nor evaluated on."""
+    sources = [str(write_jsonl(ROWS[start:stop], f"{start}.jsonl")) for start, stop in ((0, 4), (4, 20), (20, 40))]
+    numbers = [{str(number) for number in range(*rows)} for rows in ((0, 4), (4, 20), (20, 40))]
+    data = load("sft", sources=sources, eval_fraction=0.5, max_eval_rows=8)
+    held_out = texts(data.held_out)
+    assert [len(held_out & of_source) for of_source in numbers] == [2, 3, 3]
+    assert len(data.train) == 32 and not texts(data.train) & held_out
+    held_out = texts(load("sft", eval_sources=sources, max_eval_rows=14).held_out)
+    assert [len(held_out & of_source) for of_source in numbers] == [4, 5, 5]
+
+
 def test_weights_are_passes_over_a_source(load: Load, write_jsonl: Any) -> None:
     one = str(write_jsonl(ROWS[:10], "one.jsonl"))
     other = str(write_jsonl(ROWS[10:20], "other.jsonl"))
