@@ -18,7 +18,7 @@ from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.phase_memory import PhaseMemory
 from hybrid_rlhf.planning.room import misfit, require_room, resolve_keep_weights
-from hybrid_rlhf.planning.step_memory import Planner
+from hybrid_rlhf.planning.step_memory import Planner, lacks_kv_cache
 from hybrid_rlhf.rl.roles.placing import log_placement
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.placement import READS_ACTOR, Placement, placed_roles, resolve_placement
@@ -151,6 +151,25 @@ def test_the_cache_of_sampling_beside_training_is_what_the_plan_leaves(
     most = max(each.total for each in memory)
     little, memory = sized(most - 0.4 * whole * 2**30)
     assert 0 < little < whole and all(each.fits for each in memory)
+
+
+@pytest.mark.parametrize(
+    ("placement", "more", "with_cache"),
+    [
+        ("separation", "--rollout.streaming.max_lag 2", {"generation", "scoring"}),
+        ("flattening", "--rollout.streaming.max_lag 2", {"generation"}),
+        ("flattening", "--rollout.async_sampling.policy_lag 1 --rollout.vllm.urls [http://there]", set()),
+    ],
+)
+def test_a_cache_is_planned_where_this_library_samples_beside_training(
+    placement: str, more: str, with_cache: set[str], model_folder: Path
+) -> None:
+    """Where ranks take turns, the cache is gone before training; vLLM's servers elsewhere have their own."""
+    config = config_of(model_folder, placement, "--rollout.kv_cache_gib", "null", *more.split())
+    where = placed(config, 2)
+    assert lacks_kv_cache(config, where) == (placement == "separation")
+    phases = Planner(Device(GPU, 2, PLENTY)).memory(config, where)
+    assert {phase.name for phase in phases if phase.need.cache} == with_cache
 
 
 def test_weights_are_kept_where_every_phase_has_room(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
