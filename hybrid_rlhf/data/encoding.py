@@ -1,7 +1,8 @@
 """Encodes rows as columns of tokens, truncated to a length limit; one encoder per row format.
 
 All encoders return the columns `length` (tokens), `full_length` (tokens before truncation), `cut` (true if the row was
-truncated), `usable` (true if the rest can be trained on) and `ignored` (keys that the chat template does not render).
+truncated), `usable` (true if the rest can be trained on) and `ignored` (what the chat template does not render: a list
+of keys, with repetitions, as JSON, because Arrow columns have one type).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def encode_conversation_row(
             # The first token has no predecessor and cannot carry loss.
             "usable": any(row.loss_mask[1:limit]),
             # The column describes the whole conversation, so only its first row has a value.
-            "ignored": _ignored(record.messages, tokenizer, record.tools) if number == 0 else "",
+            "ignored": _ignored(record.messages, tokenizer, record.tools) if number == 0 else "[]",
         }
         for number, row in enumerate(encoded)
     ]
@@ -121,12 +122,14 @@ def _encode_completions(
         surplus = min(shared - head, full_length - limit)
         sequences = [(ids[:head] + ids[head + surplus :])[:limit] for ids in sequences]
         masks = [(mask[:head] + mask[head + surplus :])[:limit] for mask in masks]
+    length = max(len(ids) for ids in sequences)
     return {
         "responses": sequences,
         "masks": masks,
-        "length": max(len(ids) for ids in sequences),
+        "length": length,
         "full_length": full_length,
         "tokens": sum(len(ids) for ids in sequences),
+        "padded_tokens": len(sequences) * length,
         "cut": cut,
         "usable": all(any(mask[1:]) for mask in masks),
         "ignored": _ignored([*prompt, *chain.from_iterable(completions)], tokenizer, tools),
@@ -167,8 +170,8 @@ def require_rendered(location: str, row: Row, ignored: str) -> None:
     Raises:
         UserError: with the names of the column and the key.
     """
-    lost = next(filter(refused, ignored.split(",")), "") if ignored else ""
-    if lost:
+    lost = next(filter(refused, json.loads(ignored)), None)
+    if lost is not None:
         column = next(name for name, value in row.items() if name in _MESSAGE_COLUMNS and _has_key(value, lost))
         raise UserError(
             f"{location}: column {column!r}: the chat template does not render the key {lost!r} of a message: remove "
@@ -184,6 +187,4 @@ def _has_key(value: Any, key: str) -> bool:
 
 
 def _ignored(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None) -> str:
-    """Keys that the chat template does not render, one entry per message, comma-separated: Arrow columns have one
-    type."""
-    return ",".join(unrendered(messages, tokenizer, tools))
+    return json.dumps(unrendered(messages, tokenizer, tools))

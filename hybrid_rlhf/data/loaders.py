@@ -71,7 +71,10 @@ def _shard_by_tokens(
 
     This is longest-processing-time-first scheduling (Graham 1969, "Bounds on multiprocessing timing anomalies").
     """
-    rounds = max(1, -(-sum(lengths) // (ranks * limit)))
+    most = max(limit, lengths[0])
+    # of rows of at least this length, only so many share a micro-batch: fewer rounds would be tried in vain
+    parts = max(-(-(place + 1) // (most // length)) for place, length in enumerate(lengths))
+    rounds = max(-(-sum(lengths) // (ranks * limit)), -(-parts // ranks))
     while True:
         loads = [(0, number) for number in range(ranks * rounds)]
         members: list[list[int]] = [[] for _ in loads]
@@ -80,7 +83,7 @@ def _shard_by_tokens(
             members[number].append(row)
             heapq.heappush(loads, (load + length, number))
         # A row that exceeds the limit by itself eventually gets its own micro-batch.
-        if max(load for load, _ in loads) <= max(limit, lengths[0]) or ranks * rounds >= len(rows):
+        if max(load for load, _ in loads) <= most or ranks * rounds >= len(rows):
             break
         rounds += 1
     heaviest_first = [members[number] for _, number in sorted(loads, key=lambda entry: (-entry[0], entry[1]))]

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
 
-from hybrid_rlhf.data.row_views import AugmentedRows
+from hybrid_rlhf.data.row_views import AugmentedRows, column_array
 
 
 def with_mismatched_completions(rows: Dataset, *, max_length: int) -> AugmentedRows:
@@ -42,12 +43,9 @@ def with_mismatched_completions(rows: Dataset, *, max_length: int) -> AugmentedR
             masks.append([False] * len(prompt) + mask)
         return {"responses": responses, "masks": masks}
 
-    # Upper bound of the tokens with the mismatched completions, for the size of micro-batches.
-    lengths = list(rows["length"])
-    counts = [len(labels) for labels in rows["labels"]]
-    added_tokens = [
-        count * min(max_length, length + following)
-        for count, length, following in zip(counts, lengths, lengths[1:] + lengths[:1], strict=True)
-    ]
-    tokens = [row_tokens + added for row_tokens, added in zip(rows["tokens"], added_tokens, strict=True)]
-    return AugmentedRows(rows, add, columns={"tokens": tokens})
+    # Upper bounds of the tokens with the mismatched completions, for the size of micro-batches.
+    lengths = column_array(rows, "length")
+    counts = np.asarray([len(labels) for labels in rows["labels"]])
+    added = counts * np.minimum(max_length, lengths + np.roll(lengths, -1))
+    tokens = column_array(rows, "tokens") + added
+    return AugmentedRows(rows, add, columns={"tokens": tokens.tolist(), "padded_tokens": (2 * added).tolist()})

@@ -6,6 +6,7 @@ training and evaluation, therefore never share a row, independently of the rows 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,9 +85,7 @@ def load_sft_data(
     """Columns `input_ids`, `loss_mask`, `length`; with `conditional`, prompts name the bucket of the score."""
     if conditional is None or not config.sources:
         return _load(RowEncoding("sft", encode_sft_row, 0), config, tokenizer, config.max_length, seed, world)
-    buckets = find_score_buckets(
-        conditional, config, lambda rows: _split_rows(rows, config, 0, seed)[0].tolist(), world
-    )
+    buckets = find_score_buckets(conditional, config, lambda counts: _split_rows(counts, config, 0, seed)[0], world)
 
     def encode(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
         record = buckets.apply(location, row, read_sft_row(location, row))
@@ -159,10 +158,9 @@ def load_prompt_data(
 def most_rows(step: str, config: DataConfig, counts: Sequence[int], seed: int) -> int:
     """Number of rows that a step trains on if none is dropped, from the number of rows of each source."""
     total = 0
-    for rows, source in zip(counts, config.sources, strict=True):
-        mine = len(_split_rows(rows, config, STEP_INDICES[step], seed)[0])
+    for mine, source in zip(_split_rows(counts, config, STEP_INDICES[step], seed)[0], config.sources, strict=True):
         copies, rest = divmod(source.weight if isinstance(source, DataSource) else 1.0, 1.0)
-        total += int(copies) * mine + round(rest * mine)
+        total += int(copies) * len(mine) + round(rest * len(mine))
     return total
 
 
@@ -183,30 +181,45 @@ def _load(
 ) -> TokenizedData:
     config.require_sources()
     parts = [_tokenize(encoding, source, config, tokenizer, limit, world) for source in config.sources]
-    train = []
-    held_out = []
-    for part in parts:
-        source_rows = column_array(part, "source_row")
-        mine, evaluated_rows = _split_rows(int(source_rows[-1]) + 1, config, encoding.step_index, seed)
-        train.append(part.select(_encoded_rows(mine, source_rows)))
-        held_out.append(part.select(_encoded_rows(evaluated_rows, source_rows)))
+    numbers = [column_array(part, "source_row") for part in parts]
+    split = _split_rows([int(source_rows[-1]) + 1 for source_rows in numbers], config, encoding.step_index, seed)
+    train, held_out = (
+        [part.select(_encoded_rows(*rows)) for part, *rows in zip(parts, of_source, numbers, strict=True)]
+        for of_source in split
+    )
     if config.eval_sources:
         held_out = [_tokenize(encoding, source, config, tokenizer, limit, world) for source in config.eval_sources]
         parts = parts + held_out
-    evaluated = datasets.concatenate_datasets([_usable(part) for part in held_out])
-    evaluated = evaluated.select(range(min(len(evaluated), config.max_eval_rows)))
+    held_out = [_usable(part) for part in held_out]
+    shares = _even_shares([len(part) for part in held_out], config.max_eval_rows)
+    evaluated = datasets.concatenate_datasets(
+        [part.select(range(rows)) for part, rows in zip(held_out, shares, strict=True)]
+    )
     blend = _blend(train, config.sources, seed)
     sources = [*config.sources, *config.eval_sources]
     return _report(encoding, blend, evaluated, parts, limit, config, world, sources=sources)
 
 
-def _split_rows(rows: int, config: DataConfig, step_index: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The indices in a source of the rows that a step trains on, and of the rows that it holds out."""
-    mine = _step_rows(rows, config.split, step_index, seed)
-    count = 0
-    if not config.eval_sources and config.eval_fraction and len(mine) >= 2:
-        count = min(config.max_eval_rows, max(1, round(len(mine) * config.eval_fraction)))
-    return mine[count:], mine[:count]
+def _split_rows(
+    counts: Sequence[int], config: DataConfig, step_index: int, seed: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The indices in each source, of so many rows, of the rows that a step trains on, and of those that it holds
+    out."""
+    mine = [_step_rows(rows, config.split, step_index, seed) for rows in counts]
+    fraction = 0.0 if config.eval_sources else config.eval_fraction
+    wanted = [max(1, round(len(rows) * fraction)) if fraction and len(rows) >= 2 else 0 for rows in mine]
+    held_out = _even_shares(wanted, config.max_eval_rows)
+    split = list(zip(mine, held_out, strict=True))
+    return [rows[count:] for rows, count in split], [rows[:count] for rows, count in split]
+
+
+def _even_shares(counts: Sequence[int], most: int) -> list[int]:
+    """How many of so many rows of each source are taken if there is room for `most`: of each the same, or all."""
+    shares = [0] * len(counts)
+    by_size = sorted(range(len(counts)), key=counts.__getitem__)
+    for done, source in enumerate(by_size):
+        shares[source] = min(counts[source], (most - sum(shares)) // (len(counts) - done))
+    return shares
 
 
 def _encoded_rows(indices: np.ndarray, source_rows: np.ndarray) -> np.ndarray:
@@ -349,7 +362,7 @@ def _report_templates(parts: list[datasets.Dataset]) -> None:
     ignored: Counter[str] = Counter()
     for part in parts:
         for keys, count in zip(*np.unique(column_array(part, "ignored"), return_counts=True), strict=True):
-            ignored.update({key: int(count) * number for key, number in Counter(filter(None, keys.split(","))).items()})
+            ignored.update({key: int(count) * number for key, number in Counter(json.loads(keys)).items()})
     if ignored:
         counts = ", ".join(f"{key} ({count:,})" for key, count in ignored.most_common())
         logger.warning(

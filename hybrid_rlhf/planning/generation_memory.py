@@ -14,7 +14,6 @@ import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
-from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes
 from hybrid_rlhf.generation.architecture.model_description import Experts
 from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
 from hybrid_rlhf.generation.batching.capacity import (
@@ -123,7 +122,9 @@ class GenerationMemory:
         """KV heads and dimensions of each on this rank, of the layers with keys and values of their own."""
         model = self.model
         config = model.text_config
-        _, kv_heads, head_dim = attention_sizes(config, model.settings)
+        if model.attention_sizes is None:
+            return []
+        _, kv_heads, head_dim = model.attention_sizes
         layers: Sequence[int] = range(config.num_hidden_layers)
         if model.recurrent_layers:
             layers = [one.layer for one in model.named(["o"])]
@@ -182,6 +183,8 @@ class GenerationMemory:
             wanted = min(wanted, rollout.max_decode_rows)
         routes = route_size(self.model, rollout) if records_routes else None
         sizes = self._kv_sizes
+        if not sizes:  # no pages, whose number decides how many rows there are
+            return CachePlan(float(wanted * self._state_bytes), wanted, wanted, wanted)
         stores = 1 if "latent" in self.model.settings else 2  # keys that are values too
         layout = CacheLayout.of_layers([None] * len(sizes), sizes, stores=stores, routes=routes)
         sequences = Sequences(
@@ -212,7 +215,7 @@ class GenerationMemory:
         config = self.model.text_config
         rollout = self.rollout
         ranks = rollout.tensor_parallel
-        heads = config.num_attention_heads / ranks
+        heads = (self.model.attention_sizes or (0,))[0] / ranks
         width = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * config.hidden_size
         mlp = width / ranks
         size = self.dtype.itemsize

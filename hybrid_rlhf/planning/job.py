@@ -22,7 +22,6 @@ from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, frozen_zero
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.sampling_engine import rounds_otherwise
-from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes
 from hybrid_rlhf.models.expert_parallel import expert_layers
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
 from hybrid_rlhf.planning.shapes import ShapedModel, shaped_model
@@ -89,15 +88,14 @@ class ModelDimensions:
 def dimensions(model: ShapedModel) -> ModelDimensions:
     """The dimensions of a model on the meta device."""
     config = model.text_config
-    heads, kv_heads, head_dim = attention_sizes(config, model.settings)
+    heads, kv_heads, head_dim = model.attention_sizes or (1, 0, 0)
     sizes = {name: each.numel() for name, each in model.lm.named_parameters()}
-    embedded = sum(size for name, size in sizes.items() if "embed" in name or name.startswith("lm_head"))
     experts, chosen = (
         next((value for key in keys if (value := getattr(config, key, None))), None) for keys in (EXPERTS, _CHOSEN)
     )
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     layers = config.num_hidden_layers
-    in_layers = float(model.elements.all - embedded)
+    in_layers = float(model.layer_elements)
     idle = routed * (1 - chosen / experts) if chosen and experts else 0.0
     return ModelDimensions(
         layers=layers,

@@ -6,6 +6,8 @@ all rows have the maximum length.
 
 from __future__ import annotations
 
+import contextlib
+
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import has_separate_sampler, in_words
@@ -13,6 +15,7 @@ from hybrid_rlhf.planning.device import Device, own_device
 from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.phase_memory import largest_misfit
 from hybrid_rlhf.planning.remedies import remedies
+from hybrid_rlhf.planning.shapes import Unplannable
 from hybrid_rlhf.planning.step_memory import Planner, lacks_kv_cache
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.placement import Placement
@@ -32,11 +35,19 @@ def require_room(config: RLConfig, placement: Placement, world: World) -> None:
     with shared_user_errors(world):
         fault = None
         if world.is_main:
-            fault = misfit(config, placement, own_device(world.size, local=world.local_size))
+            try:
+                fault = misfit(config, placement, own_device(world.size, local=world.local_size))
+            except Unplannable as error:
+                logger.warning("memory is not checked before the run: %s", _reason(error))
         if fault is not None and config.placement is not None:
             raise UserError(fault)
         if fault is not None:
             logger.warning("%s", fault)
+
+
+def _reason(error: Unplannable) -> str:
+    """Why a memory plan cannot be made, without the advice to leave it out."""
+    return str(error).rpartition(": ")[0]
 
 
 def misfit(config: RLConfig, placement: Placement, machine: Device) -> str | None:
@@ -63,14 +74,19 @@ def resolve_kv_cache(config: RLConfig, placement: Placement, world: World) -> RL
     all phases decides.
 
     Raises:
-        UserError: on every rank, when a model's config cannot be read.
+        UserError: on every rank, when a model's config cannot be read, or its memory cannot be planned.
     """
     if not lacks_kv_cache(config, placement):
         return config
     with shared_user_errors(world):
         if world.is_main:
             planner = Planner(own_device(world.size, local=world.local_size))
-            config = planner.with_kv_cache(config, placement)
+            try:
+                config = planner.with_kv_cache(config, placement)
+            except Unplannable as error:
+                raise UserError(
+                    f"sampling beside training needs a size of its KV cache, {_reason(error)}: set rollout.kv_cache_gib"
+                ) from error
             notes = {each.note for each in planner.memory(config, placement)} - {""}
             logger.info(
                 "rollout.kv_cache_gib %g: by the memory plan, %s",
@@ -96,7 +112,8 @@ def resolve_keep_weights(config: RLConfig, world: World) -> RLConfig:
     with shared_user_errors(world):
         rollout = config.rollout
         if world.is_main and world.device.type == "cuda" and rollout.backend == "auto" and not rollout.policy_lag:
-            keep = plan_has_room(config, own_device(world.size, local=world.local_size))
+            with contextlib.suppress(Unplannable):
+                keep = plan_has_room(config, own_device(world.size, local=world.local_size))
     keep = world.broadcast_object(keep)
     if keep and world.is_main:
         logger.info("inference weights and CUDA graphs stay in memory between rollouts: the memory plan has room")

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
-from hybrid_rlhf.generation.architecture.hugging_face import recurrent_fields
+from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes, recurrent_fields
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.expert_parallel import expert_layers, require_expert_parallelism
 from hybrid_rlhf.models.families import Family, family_of
@@ -32,7 +32,7 @@ from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import first_line, load_config, reading
 from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf_config
-from hybrid_rlhf.models.pretrained.loading import Architecture, adapt_config, shape_model
+from hybrid_rlhf.models.pretrained.loading import Architecture, adapt_config, require_score, shape_model
 from hybrid_rlhf.models.pretrained.sources import EMBEDDED_MODEL, quiet_transformers
 from hybrid_rlhf.models.structure import backbone_of, layer_list, layer_matrices
 from hybrid_rlhf.planning.live_bytes import LiveBytes
@@ -98,6 +98,10 @@ class BatchShape:
     """Tokens whose log-prob is computed; a scorer computes all."""
 
 
+class Unplannable(UserError):
+    """A model that does not run on shapes alone."""
+
+
 class NamedWeight(NamedTuple):
     """A weight of a model, and what a family uses it for."""
 
@@ -134,6 +138,18 @@ class ShapedModel:
     def text_config(self) -> Any:
         """The config of the language model."""
         return self.config.get_text_config()
+
+    @functools.cached_property
+    def attention_sizes(self) -> tuple[int, int, int] | None:
+        """Number of heads, number of KV heads and head size; none for a model without attention, such as Mamba."""
+        if not hasattr(self.text_config, "num_attention_heads"):
+            return None
+        return attention_sizes(self.text_config, self.settings)
+
+    @functools.cached_property
+    def layer_elements(self) -> int:
+        """Number of the weights of all layers."""
+        return sum(weight.numel() for weight in _layer_list(self.lm).parameters())
 
     @functools.cached_property
     def family(self) -> Family | None:
@@ -185,7 +201,7 @@ class ShapedModel:
                     memory = self._run(batch, layers=few).extrapolated(memory, (layers - many) / (many - few))
         except (NotImplementedError, RuntimeError, ValueError) as fault:
             # a forward that needs the values of tensors, or an operation without a shape rule, is the model's own
-            raise UserError(
+            raise Unplannable(
                 f"a memory plan runs the model on shapes alone, {type(self.lm).__name__} fails there "
                 f"({first_line(fault)}): leave out the plan"
             ) from fault
@@ -281,7 +297,7 @@ def shaped_model(
         learns: whether it is trained.
 
     Raises:
-        UserError: when there is no config that transformers can read.
+        UserError: when there is no config that transformers can read, or no model of this architecture.
     """
     key = repr((path, architecture, config, dtype, lora, learns))
     if key in _MODELS:
@@ -290,7 +306,10 @@ def shaped_model(
     adapt_config(hf_config, architecture)
     # Flash attention does not run on the meta device; sdpa keeps the same tensors.
     config = replace(config, attention="sdpa") if config.attention.startswith("flash") else config
-    lm = shape_model(hf_config, architecture, config, dtype=dtype)
+    with reading(f"transformers cannot load {path} as a {architecture}", "choose another", config=hf_config):
+        lm = shape_model(hf_config, architecture, config, dtype=dtype)
+    if architecture == "scorer":
+        require_score(lm, path)
     with torch.device("meta"):
         names = four_bit_layers(lm, architecture) if config.quantization is not None else []
         four_bit = [lm.get_submodule(name).weight.numel() for name in names]  # type: ignore[operator, union-attr]
@@ -309,7 +328,7 @@ def shaped_model(
 def _layer_list(lm: PreTrainedModel) -> nn.ModuleList:
     if (layers := layer_list(lm)) is not None:
         return layers
-    raise UserError(f"a plan needs a model with a list of layers, {type(lm).__name__} has none: leave the plan out")
+    raise Unplannable(f"a plan needs a model with a list of layers, {type(lm).__name__} has none: leave the plan out")
 
 
 @contextlib.contextmanager

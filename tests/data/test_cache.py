@@ -1,15 +1,18 @@
-"""Hosts without a shared file system: each creates its own entry, and an error on one ends all."""
+"""Hosts without a shared file system: each creates its own entry, and an error on one ends all. Memory of writing."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.cache import cached_rows
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
 
 
@@ -38,3 +41,27 @@ def test_each_host_creates_its_own_entry_and_an_error_ends_all(tmp_path: Path) -
     assert first["made"] == [0, 0] and second["made"] == [1, 1]
     assert first["refused"] == second["refused"]
     assert f"data.cache_dir must be a writable folder, {blocked}" in first["refused"]
+
+
+def test_few_rows_are_in_memory_as_lists(tmp_path: Path) -> None:
+    """All of them were, 70 bytes for each token: more than a host has for a million conversations."""
+    alive = weakref.WeakSet[Row]()
+    most = 0
+
+    def rows() -> Iterator[dict[str, Any]]:
+        nonlocal most
+        for number in range(5000):
+            row = Row(input_ids=[1] * (number >= 2000), number=number)  # the type of empty lists is known later
+            alive.add(row)
+            most = max(most, len(alive))
+            yield row
+
+    found = cached_rows({}, rows, cache_dir=str(tmp_path), world=solo_world(torch.device("cpu")))
+    assert found["number"][:] == list(range(5000)) and found["input_ids"][:] == [[]] * 2000 + [[1]] * 3000
+    assert most <= 2000, "two batches"
+
+
+class Row(dict[str, Any]):
+    """A row that can be counted."""
+
+    __hash__ = object.__hash__

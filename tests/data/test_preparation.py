@@ -197,6 +197,13 @@ def test_a_blend_has_the_shares_and_no_row_twice(write_jsonl: Write, tmp_path: P
     assert blended(tmp_path, shares, rows=10)[1] == {str(a): 7, str(b): 3}
 
 
+def test_shares_that_are_not_exact_lose_no_row(write_jsonl: Write, tmp_path: Path) -> None:
+    """Of 7, 2 and 1 rows in these shares, which add up to 0.9999999999999999, the last of the first was left out."""
+    counts = {"a": 7, "b": 2, "c": 1}
+    shares = [(str(write_jsonl([{"text": name}] * rows, f"{name}.jsonl")), rows / 10) for name, rows in counts.items()]
+    assert [*blended(tmp_path, shares)[1].values()] == [7, 2, 1]
+
+
 def test_a_blend_repeats_no_row(write_jsonl: Write, tmp_path: Path) -> None:
     shares = [(str(write_jsonl([{"text": name}] * 4, f"{name}.jsonl")), 1.0) for name in "ab"]
     with user_error(r"has 4 of 5: give --rows 8 or lower its share"):

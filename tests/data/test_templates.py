@@ -176,6 +176,15 @@ def test_what_a_template_has_no_place_for_is_counted() -> None:
     assert unrendered(empty, tiny_tokenizer(), None) == []
 
 
+def test_a_template_may_refuse_a_conversation_without_a_system_prompt() -> None:
+    """What it does not render was looked for with a user turn alone, an error for rows that it accepts."""
+    refusal = "{% if messages[0].role != 'system' %}{{ raise_exception('no system prompt') }}{% endif %}"
+    tokenizer = tiny_tokenizer(refusal + CHATML)
+    assert unrendered([SYSTEM, USER, {**ANSWER, "refusal": "hm"}], tokenizer, None) == ["refusal"]
+    (row,) = encode_conversation([SYSTEM, USER, ANSWER, MORE, SECOND], tokenizer)
+    assert learned(row, tokenizer) == "one<|im_end|>two<|im_end|>"
+
+
 @FAMILY
 def test_a_turn_of_weight_0_has_no_loss(family: Family) -> None:
     """Under every template, the loss is that of the other turns, and the turn is still in the prompt of the next."""

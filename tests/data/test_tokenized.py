@@ -16,8 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 import hybrid_rlhf.data.tokenized as tokenized
 from hybrid_rlhf.configs.sections.data import DataSource, RowDataConfig
+from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data import encoding
-from hybrid_rlhf.data.collation import collate_preference_labels
+from hybrid_rlhf.data.collation import collate_preference_labels, collate_preferences
+from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.mismatched import with_mismatched_completions
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.errors import user_error
@@ -86,6 +88,18 @@ def test_eval_sources_replace_the_held_out_share(load: Load, write_jsonl: Any) -
     data = load("sft", eval_sources=[str(held)], eval_fraction=0.1)
     assert len(data.train) == 40 and texts(data.held_out) == {"e"}
     assert len(load("sft").held_out) == 0
+
+
+def test_each_source_is_evaluated(load: Load, write_jsonl: Any) -> None:
+    """The first one was alone; what the others held out was neither trained nor evaluated on."""
+    sources = [str(write_jsonl(ROWS[start:stop], f"{start}.jsonl")) for start, stop in ((0, 4), (4, 20), (20, 40))]
+    numbers = [{str(number) for number in range(*rows)} for rows in ((0, 4), (4, 20), (20, 40))]
+    data = load("sft", sources=sources, eval_fraction=0.5, max_eval_rows=8)
+    held_out = texts(data.held_out)
+    assert [len(held_out & of_source) for of_source in numbers] == [2, 3, 3]
+    assert len(data.train) == 32 and not texts(data.train) & held_out
+    held_out = texts(load("sft", eval_sources=sources, max_eval_rows=14).held_out)
+    assert [len(held_out & of_source) for of_source in numbers] == [4, 5, 5]
 
 
 def test_weights_are_passes_over_a_source(load: Load, write_jsonl: Any) -> None:
@@ -172,6 +186,18 @@ def test_preferences_lose_the_beginning_of_their_prompt_first(load: Load, tokeni
         load("preference", rows, max_length=60, too_long="truncate")
 
 
+def test_padding_of_completions_counts_against_the_token_limit(load: Load) -> None:
+    """Of a long completion and short ones, their tokens were counted: one micro-batch had twice as many as allowed."""
+    rows = [{"prompt": "p", "responses": ["x" * 60, *"abcdefg"], "ranks": [*range(8)]}] * 4
+    data = load("preference", rows)
+    micro_batches = MicroBatches(tokens=1400, padded=True)
+    (batches,) = BatchLoader(
+        data.train, global_batch_size=4, world_rank=0, world_size=1, micro_batches=micro_batches, seed=0
+    ).iterate(1)
+    shapes = [collate_preferences(rows, 2).input_ids.shape for rows in batches]
+    assert len(shapes) == 2 and all(shape.numel() <= 1400 for shape in shapes)
+
+
 def test_prompts_keep_their_end_and_their_other_columns(load: Load) -> None:
     rows = [{"prompt": "a" * 90 + "END", "answer": 4}]
     data = load("prompt", rows, max_length=40, too_long="truncate")
@@ -255,7 +281,8 @@ def test_labels_stand_alone_or_come_of_pairs(load: Load) -> None:
         begin = own[place]["masks"][0].index(True)
         for ids, mask in zip(row["responses"][count:], row["masks"][count:], strict=True):
             assert ids[:begin] == own[place]["responses"][0][:begin] and not any(mask[:begin])
-        assert view["tokens"][place] >= sum(map(len, row["responses"]))
+        sizes = [*map(len, row["responses"])]
+        assert view["tokens"][place] >= sum(sizes) and view["padded_tokens"][place] >= len(sizes) * max(sizes)
     short = with_mismatched_completions(data.train, max_length=20)
     for place, count in enumerate(counts):
         assert max(map(len, short[place]["responses"][count:])) <= 20
@@ -310,9 +337,10 @@ def test_weights_and_unrendered_keys_reach_training(load: Load) -> None:
     pair: dict[str, Any] = {"prompt": row["messages"][:1], "chosen": row["messages"][1:], "rejected": "no"}
     (pairs,) = load("preference", [pair]).train
     assert TOKENIZER.decode(own_tokens(pairs, 0)) == "two<|im_end|>"
-    pair["chosen"][-1]["refusal"] = "hm"
-    with user_error(r"rows\.jsonl:1: column 'chosen': .* does not render the key 'refusal'"):
-        load("preference", [pair])
+    for key in ("refusal", "a,b", ""):
+        lost = {**pair["chosen"][-1], key: "hm"}
+        with user_error(rf"rows\.jsonl:1: column 'chosen': .* does not render the key '{key}'"):
+            load("preference", [{**pair, "chosen": [*pair["chosen"][:-1], lost]}])
 
 
 def learned_text(data: tokenized.TokenizedData) -> list[str]:

@@ -16,14 +16,16 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import read_placement
 from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.dotted_keys import with_settings
+from hybrid_rlhf.planning.job import read_job
 from hybrid_rlhf.planning.phase_memory import PhaseMemory
-from hybrid_rlhf.planning.room import misfit, require_room, resolve_keep_weights
-from hybrid_rlhf.planning.step_memory import Planner
+from hybrid_rlhf.planning.room import misfit, require_room, resolve_keep_weights, resolve_kv_cache
+from hybrid_rlhf.planning.step_memory import Planner, lacks_kv_cache
 from hybrid_rlhf.rl.roles.placing import log_placement
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.placement import READS_ACTOR, Placement, placed_roles, resolve_placement
 from hybrid_rlhf.runtime.world import World
 from tests.support.errors import user_error
+from tests.support.model_types import tiny_of_type
 
 GPU = torch.device("cuda", 0)
 PLENTY = 2.0**50
@@ -153,6 +155,25 @@ def test_the_cache_of_sampling_beside_training_is_what_the_plan_leaves(
     assert 0 < little < whole and all(each.fits for each in memory)
 
 
+@pytest.mark.parametrize(
+    ("placement", "more", "with_cache"),
+    [
+        ("separation", "--rollout.streaming.max_lag 2", {"generation", "scoring"}),
+        ("flattening", "--rollout.streaming.max_lag 2", {"generation"}),
+        ("flattening", "--rollout.async_sampling.policy_lag 1 --rollout.vllm.urls [http://there]", set()),
+    ],
+)
+def test_a_cache_is_planned_where_this_library_samples_beside_training(
+    placement: str, more: str, with_cache: set[str], model_folder: Path
+) -> None:
+    """Where ranks take turns, the cache is gone before training; vLLM's servers elsewhere have their own."""
+    config = config_of(model_folder, placement, "--rollout.kv_cache_gib", "null", *more.split())
+    where = placed(config, 2)
+    assert lacks_kv_cache(config, where) == (placement == "separation")
+    phases = Planner(Device(GPU, 2, PLENTY)).memory(config, where)
+    assert {phase.name for phase in phases if phase.need.cache} == with_cache
+
+
 def test_weights_are_kept_where_every_phase_has_room(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, on a GPU."""
     config = with_rollout(config_of(model_folder, None), kv_cache_gib=None)
@@ -171,6 +192,57 @@ def test_weights_are_kept_where_every_phase_has_room(model_folder: Path, monkeyp
     assert decided(with_rollout(config, backend="module")) is False
     let_a_gpu_have(0.9 * most, monkeypatch)
     assert decided(config) is False
+
+
+GRPO = ["--algorithm", "grpo", "--rollout.sampling.n", "2", "--reward.components", "[{function: rewards.py:f}]"]
+
+
+def test_a_model_whose_memory_cannot_be_planned_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """On a GPU such a run was told to leave out the plan, which no setting does."""
+    tiny_of_type("openai-gpt").save_pretrained(tmp_path)
+    config = config_of(tmp_path, "flattening", *GRPO)
+    world = World(0, 1, 0, 1, GPU)
+    let_a_gpu_have(PLENTY, monkeypatch)
+    assert resolve_keep_weights(config, world).rollout.keep_weights is False
+    require_room(config, placed(config, 1), world)
+    assert log_lines[-1].startswith("memory is not checked before the run: a memory plan runs the model on shapes")
+    ahead = config_of(tmp_path, None, *GRPO, "--rollout.async_sampling.policy_lag", "1")
+    with user_error("OpenAIGPTLMHeadModel fails there .*: set rollout.kv_cache_gib"):
+        resolve_kv_cache(with_rollout(ahead, kv_cache_gib=None), placed(ahead, 1), world)
+    assert resolve_kv_cache(ahead, placed(ahead, 1), world) is ahead
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "rwkv"])
+def test_models_without_attention_are_planned(model_type: str, tmp_path: Path) -> None:
+    """Each run on a GPU ended in a traceback, and so did a plan."""
+    tiny_of_type(model_type).save_pretrained(tmp_path)
+    config = config_of(tmp_path, None, *GRPO)
+    generation, *_ = Planner(Device(GPU, 1, PLENTY)).phases(config)
+    assert generation.need.weights > 0 and generation.need.cache == 0 and not generation.note
+    assert read_job(config, GPU).actor.sizes.attention_width == 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "error"),
+    [("olmoe", "transformers cannot load .* as a scorer"), ("roberta", "a scorer must have a score per token")],
+)
+def test_models_that_give_no_scores_are_refused_in_one_line(model_type: str, error: str, tmp_path: Path) -> None:
+    """As reward model or critic, of which a plan ended in a traceback."""
+    tiny_of_type(model_type).save_pretrained(tmp_path)
+    with user_error(error):
+        Planner(Device(GPU, 1, PLENTY)).phases(config_of(tmp_path, None))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma3"])
+def test_layers_are_priced_without_embeddings_and_towers(model_type: str, tmp_path: Path) -> None:
+    """Embeddings were told by their names, of which GPT-2 has others, and images were read in every layer."""
+    lm: Any = tiny_of_type(model_type)
+    lm.save_pretrained(tmp_path)
+    layers = lm.transformer.h if model_type == "gpt2" else lm.model.language_model.layers
+    sizes = read_job(config_of(tmp_path, None, *GRPO), GPU).actor.sizes
+    assert sizes.layers * sizes.layer_weights == sum(weight.numel() for weight in layers.parameters())
 
 
 def test_the_plan_follows_the_rows_that_are_decoded_together(model_folder: Path) -> None:

@@ -15,7 +15,7 @@ from hybrid_rlhf.cli.machine.plan import planned_phases
 from hybrid_rlhf.cli.train import step_config
 from hybrid_rlhf.configs.pipeline import PlanConfig
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.training import MicroBatches, ZeroConfig
 from hybrid_rlhf.configs.sft import SFTConfig
@@ -200,6 +200,17 @@ def test_layers_of_a_mixture_are_alike_from_its_first_experts(tmp_path: Path) ->
     model = shaped_model(str(tmp_path), "causal_lm", config=config, dtype=torch.float32, lora=None, learns=True)
     passed = model.measure(BatchShape(1, 8, 8), backward=True)
     assert passed.peak < 2 * 4 * model.elements.largest + passed.kept
+
+
+def test_the_scales_of_4_bit_weights_are_on_every_rank(model: str) -> None:
+    """ZeRO-3 partitions the codes alone; the plan divided both."""
+    line = "--lora.rank 8 --model.quantization nf4 --model.gradient_checkpointing true --zero.stage 3"
+    (one,), (many,) = (Planner(replace(CPU, ranks=ranks)).phases(sft(model, line, 16)) for ranks in (1, 4096))
+    lora = LoraConfig(rank=8)
+    config = ModelConfig(path=model, quantization="nf4")
+    shapes = shaped_model(model, "causal_lm", config=config, dtype=torch.float32, lora=lora, learns=True)
+    scales = shapes.elements.four_bit / 64
+    assert scales < many.need.weights < 1.2 * scales < one.need.weights / 20
 
 
 def test_a_forward_that_reads_values_is_one_line(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools, is_learned
 from hybrid_rlhf.data.chat.template import ChatTemplate, leading_bos, render, token_ids
 
-RULES_VERSION = 6
+RULES_VERSION = 7
 """Part of the cache key of tokenised rows; increase it when tokenisation changes."""
 _OPEN = "<think>"
 _CLOSE = "</think>"

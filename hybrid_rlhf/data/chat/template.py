@@ -165,7 +165,7 @@ class ChatTemplate:
     @cached_property
     def _closes_thinking(self) -> bool:
         """True if the generation prompt closes the thinking block."""
-        return self.render([_USER], add_generation_prompt=True).rstrip().endswith("</think>")
+        return (self._try_render([_USER], add_generation_prompt=True) or "").rstrip().endswith("</think>")
 
     def _normalised(self, messages: Sequence[Message]) -> list[Message]:
         """Messages in the formats and roles that the template supports; joins a replaced user turn with its
@@ -217,12 +217,12 @@ class ChatTemplate:
                     return calling
         return forms
 
-    def _try_render(self, messages: Sequence[Message]) -> str | None:
-        return self._render_or_none(self._normalised(messages))
+    def _try_render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
+        return self._render_or_none(self._normalised(messages), add_generation_prompt)
 
-    def _render_or_none(self, messages: Sequence[Message]) -> str | None:
+    def _render_or_none(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
         try:
-            return self._render(messages)[0]
+            return self._render(messages, None, add_generation_prompt)[0]
         except UserError:
             return None
 

@@ -13,6 +13,9 @@ from hybrid_rlhf.data.rows.files import Row, json_line
 from hybrid_rlhf.data.rows.sources import RowReader, open_source
 from hybrid_rlhf.runtime.files.atomic import whole_file
 
+_ROUNDING = 1e-12
+"""Relative error of a number of rows: 7 / 0.7 is less than 10."""
+
 
 def blend_rows(output: Path, shares: Sequence[tuple[str, float]], *, rows: int | None, seed: int) -> dict[str, int]:
     """Write a seeded choice of rows of each source, in the order of the source, the sources mixed evenly.
@@ -48,10 +51,10 @@ def _taken(shares: Sequence[tuple[str, float]], counts: Sequence[int], rows: int
     """Number of rows of each source; whole numbers that add up to the total, by the largest remainders."""
     whole = sum(share for _, share in shares)
     parts = [share / whole for _, share in shares]
-    possible = min(int(count / part) for count, part in zip(counts, parts, strict=True))
+    possible = min(int(count / part * (1 + _ROUNDING)) for count, part in zip(counts, parts, strict=True))
     total = possible if rows is None else rows
     exact = np.asarray(parts) * total
-    floors = np.floor(exact + 1e-9).astype(int)
+    floors = np.floor(exact * (1 + _ROUNDING)).astype(int)
     by_remainder = np.argsort(floors - exact, kind="stable")
     floors[by_remainder[: total - int(floors.sum())]] += 1
     taken = floors.tolist()

@@ -226,7 +226,7 @@ def _check_row(
         report.lengths += [encoded_row["full_length"] for encoded_row in encoded]
         report.too_long += sum(encoded_row["cut"] for encoded_row in encoded)
         report.unusable += sum(not encoded_row["usable"] for encoded_row in encoded)
-        report.unrendered.update(key for encoded_row in encoded for key in encoded_row["ignored"].split(",") if key)
+        report.unrendered.update(key for encoded_row in encoded for key in json.loads(encoded_row["ignored"]))
         if report.rows <= previews:
             report.previews += [
                 _preview(location, *part, tokenizer) for encoded_row in encoded for part in _sequences(encoded_row)

@@ -81,7 +81,7 @@ def read_score(location: str, row: Row) -> float:
     return float(row["score"])
 
 
-def bucket_edges(scores: Sequence[float], *, buckets: int) -> list[float]:
+def bucket_edges(scores: Sequence[float] | np.ndarray, *, buckets: int) -> list[float]:
     """Edges that divide scores into buckets of equal size, as far as equal scores allow.
 
     Raises:
@@ -100,14 +100,14 @@ def bucket_edges(scores: Sequence[float], *, buckets: int) -> list[float]:
 
 
 def find_score_buckets(
-    config: ConditionConfig, data: DataConfig, training: Callable[[int], Sequence[int]], world: World
+    config: ConditionConfig, data: DataConfig, training: Callable[[Sequence[int]], Sequence[np.ndarray]], world: World
 ) -> ScoreBuckets:
     """Find the buckets of the training rows' scores, the same on every rank. Every rank calls.
 
     Args:
         config: the number of buckets and the template of their text.
         data: the data section, with sources.
-        training: returns the indices of the training rows, given the number of rows of a source.
+        training: returns the indices of the training rows of each source, given their numbers of rows.
         world: rank 0 reads the sources.
 
     Raises:
@@ -116,11 +116,12 @@ def find_score_buckets(
     edges: list[float] = []
     with shared_user_errors(world):
         if world.is_main:
-            scores: list[float] = []
+            scores = []
             for source in data.sources:
                 rows = open_source(source)
                 progress = ProgressLog(f"scores of {rows.source.path}", total=rows.count())
-                row_scores = [read_score(location, row) for location, row in progress.track(rows)]
-                scores += [row_scores[index] for index in training(len(row_scores))]
-            edges = bucket_edges(scores, buckets=config.buckets)
+                scores.append(np.asarray([read_score(location, row) for location, row in progress.track(rows)]))
+            chosen = training([len(of_source) for of_source in scores])
+            of_training = [of_source[rows] for of_source, rows in zip(scores, chosen, strict=True)]
+            edges = bucket_edges(np.concatenate(of_training), buckets=config.buckets)
     return ScoreBuckets(world.broadcast_object(edges), config.template)

@@ -8,6 +8,7 @@ Source: Lightman et al. 2023, "Let's Verify Step by Step" (arXiv 2305.20050), se
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,7 @@ def encode_stepwise_row(
         "full_length": full_length,
         "cut": full_length > limit,
         "usable": bool(ends),
-        "ignored": ",".join(unrendered(record.prompt, tokenizer, record.tools)),
+        "ignored": json.dumps(unrendered(record.prompt, tokenizer, record.tools)),
     }
     return [columns]
 

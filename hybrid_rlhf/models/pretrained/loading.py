@@ -154,14 +154,20 @@ def _require_stored(folder: Path, architecture: Architecture, config: PreTrained
 
 def _require_weights(path: str, model: PreTrainedModel, architecture: Architecture, missing: set[str]) -> None:
     """Require all weights except those of a score head, which may be new but must exist in the architecture."""
-    if architecture == "scorer" and not hasattr(model, "score"):
-        raise UserError(
-            f"a scorer must have a score per token, {path} is a {type(model).__name__}: use a decoder as reward model"
-        )
+    if architecture == "scorer":
+        require_score(model, path)
     absent = {key for key in missing if not key.startswith("score.")} - set(getattr(model, "all_tied_weights_keys", {}))
     if absent:
         raise UserError(
             f"{path} lacks {len(absent)} weights of its architecture, for example {min(absent)}: copy it again"
+        )
+
+
+def require_score(model: PreTrainedModel, path: str) -> None:
+    """Require a model with a score per token; encoders have a score per row."""
+    if not hasattr(model, "score"):
+        raise UserError(
+            f"a scorer must have a score per token, {path} is a {type(model).__name__}: use a decoder as reward model"
         )
 
 
