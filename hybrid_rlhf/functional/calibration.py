@@ -16,6 +16,7 @@ from torch import Tensor
 
 TEMPERATURES = (1e-3, 1e3)
 """Range of the search: leads that are all positive, or mostly negative, have no finite optimum."""
+_BINS = 10
 
 
 def fit_temperature(leads: Tensor) -> float:
@@ -38,6 +39,6 @@ def calibration_error(leads: Tensor, *, temperature: float = 1.0) -> float:
     """
     leads = leads.double()
     confidence = torch.sigmoid(leads.abs() / temperature)
-    place = ((confidence - 0.5) * 20).long().clamp(max=9)
-    gaps = torch.zeros(10, dtype=torch.float64).index_add_(0, place, (leads > 0).double() - confidence)
+    place = ((confidence - 0.5) * 2 * _BINS).long().clamp(max=_BINS - 1)
+    gaps = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, place, (leads > 0).double() - confidence)
     return float(gaps.abs().sum() / len(leads))
