@@ -27,7 +27,7 @@ from hybrid_rlhf.runtime.world import World, run_once_per_host
 _MANY_ROWS = 20_000
 """Number of rows from which writing takes seconds, so that the log announces it."""
 _BATCH_ROWS = 1000
-"""Number of rows that are in memory as lists of Python, which take 70 bytes for each token; the others are Arrow."""
+"""Number of rows held as Python lists at a time, 70 bytes per token; finished batches are Arrow tables."""
 
 
 def cached_rows(

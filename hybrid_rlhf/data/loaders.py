@@ -72,7 +72,7 @@ def _shard_by_tokens(
     This is longest-processing-time-first scheduling (Graham 1969, "Bounds on multiprocessing timing anomalies").
     """
     most = max(limit, lengths[0])
-    # of rows of at least this length, only so many share a micro-batch: fewer rounds would be tried in vain
+    # a micro-batch holds at most `most // length` rows of at least this length: a lower bound of the rounds
     parts = max(-(-(place + 1) // (most // length)) for place, length in enumerate(lengths))
     rounds = max(-(-sum(lengths) // (ranks * limit)), -(-parts // ranks))
     while True:

@@ -203,8 +203,7 @@ def _load(
 def _split_rows(
     counts: Sequence[int], config: DataConfig, step_index: int, seed: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The indices in each source, of so many rows, of the rows that a step trains on, and of those that it holds
-    out."""
+    """Indices of the training rows and of the held-out rows of each source, given the sources' numbers of rows."""
     mine = [_step_rows(rows, config.split, step_index, seed) for rows in counts]
     fraction = 0.0 if config.eval_sources else config.eval_fraction
     wanted = [max(1, round(len(rows) * fraction)) if fraction and len(rows) >= 2 else 0 for rows in mine]
@@ -214,7 +213,7 @@ def _split_rows(
 
 
 def _even_shares(counts: Sequence[int], most: int) -> list[int]:
-    """How many of so many rows of each source are taken if there is room for `most`: of each the same, or all."""
+    """Number of rows to take from each source, at most `most` in total: an equal share, or all of a smaller source."""
     shares = [0] * len(counts)
     by_size = sorted(range(len(counts)), key=counts.__getitem__)
     for done, source in enumerate(by_size):

@@ -46,9 +46,11 @@ def masked_sum(values: Tensor, *, mask: Tensor, dim: int | None = None) -> Tenso
     return masked.sum() if dim is None else masked.sum(dim)
 
 
-def masked_mean(values: Tensor, *, mask: Tensor, dim: int) -> Tensor:
-    """Mean of the values where the mask is 1, over one dimension; 0 if the mask is 0 everywhere."""
-    return masked_sum(values, mask=mask, dim=dim) / mask.bool().sum(dim).clamp(min=1)
+def masked_mean(values: Tensor, *, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of the values where the mask is 1; 0 if the mask is 0 everywhere."""
+    total = masked_sum(values, mask=mask, dim=dim)
+    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
+    return total / count.clamp(min=1)
 
 
 def masked_var(values: Tensor, *, mask: Tensor, total: Callable[[Tensor], Tensor] = lambda partial: partial) -> Tensor:

@@ -38,16 +38,11 @@ def require_room(config: RLConfig, placement: Placement, world: World) -> None:
             try:
                 fault = misfit(config, placement, own_device(world.size, local=world.local_size))
             except Unplannable as error:
-                logger.warning("memory is not checked before the run: %s", _reason(error))
+                logger.warning("memory is not checked before the run: %s", error.reason)
         if fault is not None and config.placement is not None:
             raise UserError(fault)
         if fault is not None:
             logger.warning("%s", fault)
-
-
-def _reason(error: Unplannable) -> str:
-    """Why a memory plan cannot be made, without the advice to leave it out."""
-    return str(error).rpartition(": ")[0]
 
 
 def misfit(config: RLConfig, placement: Placement, machine: Device) -> str | None:
@@ -85,7 +80,7 @@ def resolve_kv_cache(config: RLConfig, placement: Placement, world: World) -> RL
                 config = planner.with_kv_cache(config, placement)
             except Unplannable as error:
                 raise UserError(
-                    f"sampling beside training needs a size of its KV cache, {_reason(error)}: set rollout.kv_cache_gib"
+                    f"sampling beside training needs a size of its KV cache, {error.reason}: set rollout.kv_cache_gib"
                 ) from error
             notes = {each.note for each in planner.memory(config, placement)} - {""}
             logger.info(

@@ -99,7 +99,12 @@ class BatchShape:
 
 
 class Unplannable(UserError):
-    """A model that does not run on shapes alone."""
+    """Raised for a model whose memory cannot be planned, because it does not run on the meta device."""
+
+    def __init__(self, reason: str) -> None:
+        """Take the reason, which the message continues with the advice to leave out the plan."""
+        super().__init__(f"{reason}: leave out the plan")
+        self.reason = reason
 
 
 class NamedWeight(NamedTuple):
@@ -203,7 +208,7 @@ class ShapedModel:
             # a forward that needs the values of tensors, or an operation without a shape rule, is the model's own
             raise Unplannable(
                 f"a memory plan runs the model on shapes alone, {type(self.lm).__name__} fails there "
-                f"({first_line(fault)}): leave out the plan"
+                f"({first_line(fault)})"
             ) from fault
         return memory
 
@@ -328,7 +333,7 @@ def shaped_model(
 def _layer_list(lm: PreTrainedModel) -> nn.ModuleList:
     if (layers := layer_list(lm)) is not None:
         return layers
-    raise Unplannable(f"a plan needs a model with a list of layers, {type(lm).__name__} has none: leave the plan out")
+    raise Unplannable(f"a plan needs a model with a list of layers, {type(lm).__name__} has none")
 
 
 @contextlib.contextmanager

@@ -96,10 +96,10 @@ def test_an_adapter_is_merged(model_folder: Path, tmp_path: Path, adapter: str, 
     assert not list(output.glob("adapter*"))
 
 
-def test_an_adapter_whose_first_factors_are_taken_from_the_base_is_merged_if_these_are_known(
+def test_an_adapter_initialized_from_the_base_is_merged_if_the_decomposition_is_exact(
     model_folder: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
-    """Of PiSSA by an exact decomposition, not by one of random vectors: the merged model was another one."""
+    """PiSSA with an exact SVD can be repeated; with a randomized SVD, the merged model had wrong weights."""
     for start in ("pissa", "pissa_niter_4"):
         adapted = get_peft_model(tiny_model(), LoraConfig(r=2, init_lora_weights=start, target_modules=["q_proj"]))
         for name, parameter in adapted.named_parameters():
@@ -113,7 +113,7 @@ def test_an_adapter_whose_first_factors_are_taken_from_the_base_is_merged_if_the
             torch.testing.assert_close(logprobs(tmp_path / "out"), expected, atol=1e-4, rtol=1e-4)
             shutil.rmtree(tmp_path / "out")
         else:
-            assert "pissa_niter_4 leaves of it at random: save it again with path_initial" in cli.refused(line)
+            assert "a random decomposition by pissa_niter_4: save it again with path_initial" in cli.refused(line)
 
 
 def test_a_gguf_file_is_written_and_measured(model_folder: Path, tmp_path: Path, cli: CommandLine) -> None:

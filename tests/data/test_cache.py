@@ -44,7 +44,7 @@ def test_each_host_creates_its_own_entry_and_an_error_ends_all(tmp_path: Path) -
 
 
 def test_few_rows_are_in_memory_as_lists(tmp_path: Path) -> None:
-    """All of them were, 70 bytes for each token: more than a host has for a million conversations."""
+    """All rows were lists, 70 bytes per token: a million conversations exceed the memory of a host."""
     alive = weakref.WeakSet[Row]()
     most = 0
 

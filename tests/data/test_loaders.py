@@ -43,8 +43,8 @@ def test_sharding_by_tokens_keeps_the_limit_and_balances(lengths: list[int], ran
 
 @pytest.mark.parametrize(("length", "rounds"), [(2560, 64), (1400, 32)])
 def test_equal_rows_are_placed_once(length: int, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Completions that all reach the limit: their sum says that fewer micro-batches suffice, and each number from there
-    was tried, 18 s for 8,192 rows."""
+    """If all completions reach the length limit, the total length underestimates the number of micro-batches. Every
+    number from there on was tried, which took 18 s for 8,192 rows."""
     placed: list[object] = []
     pop = heapq.heappop
     monkeypatch.setattr(heapq, "heappop", lambda heap: placed.append(1) or pop(heap))

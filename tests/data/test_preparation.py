@@ -198,7 +198,7 @@ def test_a_blend_has_the_shares_and_no_row_twice(write_jsonl: Write, tmp_path: P
 
 
 def test_shares_that_are_not_exact_lose_no_row(write_jsonl: Write, tmp_path: Path) -> None:
-    """Of 7, 2 and 1 rows in these shares, which add up to 0.9999999999999999, the last of the first was left out."""
+    """The shares add up to 0.9999999999999999 in floating point, and the last row of the first source was left out."""
     counts = {"a": 7, "b": 2, "c": 1}
     shares = [(str(write_jsonl([{"text": name}] * rows, f"{name}.jsonl")), rows / 10) for name, rows in counts.items()]
     assert [*blended(tmp_path, shares)[1].values()] == [7, 2, 1]

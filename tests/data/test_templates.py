@@ -177,7 +177,7 @@ def test_what_a_template_has_no_place_for_is_counted() -> None:
 
 
 def test_a_template_may_refuse_a_conversation_without_a_system_prompt() -> None:
-    """What it does not render was looked for with a user turn alone, an error for rows that it accepts."""
+    """The search for unrendered keys rendered a single user turn, which this template rejects, so every row failed."""
     refusal = "{% if messages[0].role != 'system' %}{{ raise_exception('no system prompt') }}{% endif %}"
     tokenizer = tiny_tokenizer(refusal + CHATML)
     assert unrendered([SYSTEM, USER, {**ANSWER, "refusal": "hm"}], tokenizer, None) == ["refusal"]

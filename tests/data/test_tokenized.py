@@ -91,7 +91,7 @@ def test_eval_sources_replace_the_held_out_share(load: Load, write_jsonl: Any) -
 
 
 def test_each_source_is_evaluated(load: Load, write_jsonl: Any) -> None:
-    """The first one was alone; what the others held out was neither trained nor evaluated on."""
+    """Only the first source was evaluated; held-out rows of the others were neither trained nor evaluated on."""
     sources = [str(write_jsonl(ROWS[start:stop], f"{start}.jsonl")) for start, stop in ((0, 4), (4, 20), (20, 40))]
     numbers = [{str(number) for number in range(*rows)} for rows in ((0, 4), (4, 20), (20, 40))]
     data = load("sft", sources=sources, eval_fraction=0.5, max_eval_rows=8)
@@ -187,7 +187,7 @@ def test_preferences_lose_the_beginning_of_their_prompt_first(load: Load, tokeni
 
 
 def test_padding_of_completions_counts_against_the_token_limit(load: Load) -> None:
-    """Of a long completion and short ones, their tokens were counted: one micro-batch had twice as many as allowed."""
+    """Only tokens without padding were counted, so that a micro-batch had twice as many as allowed."""
     rows = [{"prompt": "p", "responses": ["x" * 60, *"abcdefg"], "ranks": [*range(8)]}] * 4
     data = load("preference", rows)
     micro_batches = MicroBatches(tokens=1400, padded=True)

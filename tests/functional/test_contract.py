@@ -43,7 +43,7 @@ LOSSES: dict[str, Callable[[Sequence[Tensor], Tensor], LossSum]] = {
 }
 FUNCTIONS: dict[str, Function] = {
     "masked_sum": lambda t, mask: [masked_sum(t[0], mask=mask), masked_sum(t[0], mask=mask, dim=1)],
-    "masked_mean": lambda t, mask: [masked_mean(t[0], mask=mask, dim=dim) for dim in (0, 1)],
+    "masked_mean": lambda t, mask: [masked_mean(t[0], mask=mask), masked_mean(t[0], mask=mask, dim=0)],
     "masked_var": lambda t, mask: [masked_var(t[0], mask=mask)],
     "masked_whiten": lambda t, mask: [masked_whiten(t[0], mask=mask, shift_mean=shift) for shift in (True, False)],
     "bounded_ratio": lambda t, mask: [bounded_ratio(t[0], mask=mask)],

@@ -26,6 +26,7 @@ def test_sums_means_and_variances_are_those_of_the_picked_values(batch: tuple[li
     picked = values[mask]
     bad = poisoned(values, mask)
     torch.testing.assert_close(masked_sum(bad, mask=mask), picked.sum())
+    torch.testing.assert_close(masked_mean(bad, mask=mask), picked.mean() if len(picked) else picked.sum())
     torch.testing.assert_close(
         masked_var(bad, mask=mask), picked.var() if len(picked) > 1 else torch.tensor(0.0).double()
     )

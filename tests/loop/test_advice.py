@@ -204,7 +204,8 @@ def test_a_resumed_run_does_not_repeat_its_advice() -> None:
 
 
 def test_the_last_steps_of_a_long_run_cost_what_the_first_do() -> None:
-    """Overfitting is seen at each of them. With means of all values, the second half took three times as long."""
+    """The overfitting rule applies at every step. With means over all values, the second half took three times as
+    long."""
     advisor = Advisor()
     halves = []
     for first in (1, 4001):

@@ -181,7 +181,6 @@ def lora_model(model_folder: Path, rank: int = 4):  # type: ignore[no-untyped-de
     return model.eval()
 
 
-@torch.no_grad()
 def test_settings_of_generation_that_transformers_warns_of_are_saved_with_other_ends(
     model_folder: Path, tmp_path: Path
 ) -> None:
@@ -197,6 +196,7 @@ def test_settings_of_generation_that_transformers_warns_of_are_saved_with_other_
     assert (saved.temperature, saved.top_p, saved.eos_token_id) == (0.9, 0.6, [2, 0])
 
 
+@torch.no_grad()
 def test_merged_adapters_compute_what_unmerged_ones_do_and_leave_no_trace(model_folder: Path, tmp_path: Path) -> None:
     model = lora_model(model_folder)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -217,7 +217,7 @@ def test_merged_adapters_compute_what_unmerged_ones_do_and_leave_no_trace(model_
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(target_modules=["v_proj"])])
 def test_an_adapter_beside_the_weights_is_not_trained_on(lora: LoraConfig | None, tmp_path: Path) -> None:
-    """transformers adds it to the model: nothing was trained, or what was saved was another model."""
+    """transformers adds the adapter to the model. Full training then raised an error, and LoRA saved wrong weights."""
     random_adapter(tiny_model(), tmp_path, 0, ["q_proj"])
     model = load(save_tiny(tmp_path, tiny_model()))[0]
     rule = f"has no adapter beside its weights, {tmp_path} has one: merge it with hybrid-rlhf export"

@@ -166,7 +166,7 @@ def test_the_cache_of_sampling_beside_training_is_what_the_plan_leaves(
 def test_a_cache_is_planned_where_this_library_samples_beside_training(
     placement: str, more: str, with_cache: set[str], model_folder: Path
 ) -> None:
-    """Where ranks take turns, the cache is gone before training; vLLM's servers elsewhere have their own."""
+    """If ranks alternate, the cache is freed before training; vLLM servers given by URL have their own cache."""
     config = config_of(model_folder, placement, "--rollout.kv_cache_gib", "null", *more.split())
     where = placed(config, 2)
     assert lacks_kv_cache(config, where) == (placement == "separation")
@@ -200,7 +200,7 @@ GRPO = ["--algorithm", "grpo", "--rollout.sampling.n", "2", "--reward.components
 def test_a_model_whose_memory_cannot_be_planned_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    """On a GPU such a run was told to leave out the plan, which no setting does."""
+    """A run on a GPU logs a warning and starts. It failed before, and no setting disables the memory check."""
     tiny_of_type("openai-gpt").save_pretrained(tmp_path)
     config = config_of(tmp_path, "flattening", *GRPO)
     world = World(0, 1, 0, 1, GPU)
@@ -216,7 +216,7 @@ def test_a_model_whose_memory_cannot_be_planned_runs(
 
 @pytest.mark.parametrize("model_type", ["mamba", "rwkv"])
 def test_models_without_attention_are_planned(model_type: str, tmp_path: Path) -> None:
-    """Each run on a GPU ended in a traceback, and so did a plan."""
+    """Runs on a GPU and `hybrid-rlhf plan` raised an AttributeError."""
     tiny_of_type(model_type).save_pretrained(tmp_path)
     config = config_of(tmp_path, None, *GRPO)
     generation, *_ = Planner(Device(GPU, 1, PLENTY)).phases(config)
@@ -229,7 +229,7 @@ def test_models_without_attention_are_planned(model_type: str, tmp_path: Path) -
     [("olmoe", "transformers cannot load .* as a scorer"), ("roberta", "a scorer must have a score per token")],
 )
 def test_models_that_give_no_scores_are_refused_in_one_line(model_type: str, error: str, tmp_path: Path) -> None:
-    """As reward model or critic, of which a plan ended in a traceback."""
+    """A plan with such a reward model or critic ended in a traceback."""
     tiny_of_type(model_type).save_pretrained(tmp_path)
     with user_error(error):
         Planner(Device(GPU, 1, PLENTY)).phases(config_of(tmp_path, None))
@@ -237,7 +237,7 @@ def test_models_that_give_no_scores_are_refused_in_one_line(model_type: str, err
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma3"])
 def test_layers_are_priced_without_embeddings_and_towers(model_type: str, tmp_path: Path) -> None:
-    """Embeddings were told by their names, of which GPT-2 has others, and images were read in every layer."""
+    """Embeddings were recognized by name, which missed those of GPT-2, and vision towers counted as layers."""
     lm: Any = tiny_of_type(model_type)
     lm.save_pretrained(tmp_path)
     layers = lm.transformer.h if model_type == "gpt2" else lm.model.language_model.layers

@@ -203,7 +203,7 @@ def test_layers_of_a_mixture_are_alike_from_its_first_experts(tmp_path: Path) ->
 
 
 def test_the_scales_of_4_bit_weights_are_on_every_rank(model: str) -> None:
-    """ZeRO-3 partitions the codes alone; the plan divided both."""
+    """ZeRO-3 partitions only the 4-bit codes; the plan divided the scales by the number of ranks too."""
     line = "--lora.rank 8 --model.quantization nf4 --model.gradient_checkpointing true --zero.stage 3"
     (one,), (many,) = (Planner(replace(CPU, ranks=ranks)).phases(sft(model, line, 16)) for ranks in (1, 4096))
     lora = LoraConfig(rank=8)

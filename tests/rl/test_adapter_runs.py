@@ -52,6 +52,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     }
 }
 """One of two ranks has no prompt, and each has the only row of an update by turns."""
+ROUNDING = ("rollout/logprob_abs_diff", "rollout/log_ratio")
 __all__ = ["brevity"]
 
 
@@ -106,9 +107,11 @@ def names_in(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
-def require_equal(run: Path, other: Path, *, steps: int | None = None, within: float = 1e-6) -> None:
-    """The same completions; weights to 1e-6, and metrics to 1e-5, as some add up differences that are rounding
-    themselves."""
+def require_equal(
+    run: Path, other: Path, *, steps: int | None = None, within: float = 1e-6, metrics_within: float | None = None
+) -> None:
+    """The same completions; weights and metrics to 1e-6. Differences between the log-probs of sampler and training are
+    rounding themselves."""
     outputs = [run_outputs(path) for path in (run, other)]
     texts = [
         [(sample["step"], sample["completion"]) for sample in map(json.loads, output["samples"])] for output in outputs
@@ -117,12 +120,12 @@ def require_equal(run: Path, other: Path, *, steps: int | None = None, within: f
     weights = [load_file(path / "actor" / "adapter" / "adapter_model.safetensors") for path in (run, other)]
     assert weights[0].keys() == weights[1].keys()
     assert max(float((value - weights[1][name]).abs().max()) for name, value in weights[0].items()) < within
+    within = metrics_within or within
     metrics = [output["metrics"][-(steps or 99) :] for output in outputs]
-    near = max(within, 1e-5)
     for mine, wanted in zip(*metrics, strict=True):
         assert mine.keys() == wanted.keys()
         for key, value in wanted.items():
-            assert mine[key] == pytest.approx(value, abs=near, rel=near), key
+            assert mine[key] == pytest.approx(value, abs=1e-5 if key.startswith(ROUNDING) else within, rel=within), key
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +181,8 @@ def on_ranks(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_a_run_on_two_ranks_has_the_results_of_the_run_alone(name: str, on_ranks: Path) -> None:
     """Also where a rank has no prompts, or no rows of an update: catches prompts, rows or gradients that reach another
     run, or are lost, where ranks share them."""
-    require_equal(on_ranks / "all" / name, on_ranks / name / name)
+    # without AVX-512, a KL and a gradient norm differ by 1.07e-6
+    require_equal(on_ranks / "all" / name, on_ranks / name / name, metrics_within=1e-5)
 
 
 @pytest.mark.parametrize("name", RUNS)

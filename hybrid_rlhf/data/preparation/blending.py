@@ -14,7 +14,7 @@ from hybrid_rlhf.data.rows.sources import RowReader, open_source
 from hybrid_rlhf.runtime.files.atomic import whole_file
 
 _ROUNDING = 1e-12
-"""Relative error of a number of rows: 7 / 0.7 is less than 10."""
+"""Relative rounding error of a computed number of rows, which may be just below a whole number."""
 
 
 def blend_rows(output: Path, shares: Sequence[tuple[str, float]], *, rows: int | None, seed: int) -> dict[str, int]:

@@ -17,9 +17,9 @@ class Curves:
     def __init__(self) -> None:
         self._points: dict[str, list[tuple[int, float]]] = {}
         self._sums: dict[str, list[Fraction]] = {}
-        """Sums of the first values of a metric, exact, as rules compare means that may be equal."""
+        """Prefix sums of the values of each metric, exact because rules compare means that may be equal."""
         self._peaks: dict[str, tuple[float, int]] = {}
-        """The largest value of each metric, and its first place."""
+        """Largest value of each metric, and the index of its first occurrence."""
         self.step = 0
         """The last step."""
         self.not_finite: tuple[str, ...] = ()

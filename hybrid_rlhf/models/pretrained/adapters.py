@@ -42,8 +42,8 @@ _BEYOND_FACTORS = (
 )
 """Settings of LoRA with which an adapter is more than an addition of factors to weights."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of init_lora_weights with which peft, also where it reads an adapter, subtracts first factors from the
-base."""
+"""Prefixes of init_lora_weights for which peft subtracts the initial factors from the base, also when it loads an
+adapter."""
 
 
 @torch.no_grad()
@@ -51,14 +51,14 @@ def merge_adapter(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
     """The model with an adapter merged into its weights, in their dtype; the given model must not be used afterwards.
 
     Raises:
-        UserError: when the folder has no adapter in safetensors, it does not fit the model, or its base is not known
-            any more.
+        UserError: when the folder has no adapter in safetensors, it does not fit the model, or the weights that it adds
+            to cannot be restored.
     """
     config = _adapter_config(folder)
     if "_niter_" in _start(config):
         raise UserError(
-            f"an adapter must be relative to its base, {folder} is to what {_start(config)} leaves of it at random: "
-            "save it again with path_initial_model_for_weight_conversion of peft"
+            f"merging needs the weights that an adapter adds to, those of {folder} are a random decomposition by "
+            f"{_start(config)}: save it again with path_initial_model_for_weight_conversion of peft"
         )
     wrapped = _wrapped(lm, folder, config)
     with reading(f"the adapter {folder} must be one that peft can merge", "merge it in a script"):
@@ -164,7 +164,7 @@ def _plain_lora(folder: str) -> LoraConfig:
 
 
 def _start(config: PeftConfig) -> str:
-    """The kind of an adapter's first factors."""
+    """The initialization of an adapter's factors (init_lora_weights), in lower case."""
     return str(getattr(config, "init_lora_weights", "")).lower()
 
 

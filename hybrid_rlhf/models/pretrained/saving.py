@@ -77,7 +77,7 @@ def _save_rest(folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizer
     lm.config.pad_token_id = tokenizer.pad_token_id
     lm.config.save_pretrained(folder)
     if lm.can_generate() and lm.generation_config is not None:
-        # save_pretrained refuses, once its ends have changed, a published config of which it otherwise only warns
+        # save_pretrained raises where loading only warned (temperature without do_sample) if the end tokens changed
         lm.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(folder)
 
