@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,11 @@ from tests.support.services import HEADERS, metric
 from tests.support.serving import server_process
 
 STREAMS = 400
-CANCELLED = 1000
-ROUNDS = 5
-MOST_GROWTH = 0.03
+CANCELLED_PER_ROUND = 200
+WARM_UP_ROUNDS = 6
+"""Until then memory grows by what oneDNN keeps for each shape of a product, and by the allocator's arenas."""
+ROUNDS = 10
+MOST_GROWTH = 0.02
 
 
 async def stream(client: httpx2.AsyncClient, url: str, seed: int, tokens: int, leave_after: int | None) -> list[int]:
@@ -56,19 +57,19 @@ def resident(process: psutil.Process) -> float:
 
 @pytest.mark.slow
 def test_many_streams_and_abandoned_ones_leave_nothing_behind(model_folder: Path) -> None:
-    """400 streams at once have the tokens that they have alone; after 1,000 abandoned ones memory is as before."""
+    """400 streams at once have the tokens that they have alone; abandoned ones leave no memory behind."""
     with server_process(f"{model_folder} --model_name m --max_queue 1000 --max_sequence_tokens 256") as (server, url):
         process = psutil.Process(server.pid)
         whole = [{"seed": seed % 40, "tokens": 12, "leave_after": None} for seed in range(STREAMS)]
         found = asyncio.run(together(url, whole, STREAMS))
         alone = asyncio.run(together(url, whole[:40], 1))
         assert found == [alone[seed % 40] for seed in range(STREAMS)]
-        left = [{"seed": seed, "tokens": 200, "leave_after": 1 + seed % 5} for seed in range(CANCELLED // ROUNDS)]
+        left = [{"seed": seed, "tokens": 200, "leave_after": 1 + seed % 5} for seed in range(CANCELLED_PER_ROUND)]
         sizes = list[float]()
         for _ in range(ROUNDS):
             asyncio.run(together(url, left, 50))
             wait_until(lambda: metric(url, "rows_running") + metric(url, "rows_waiting") == 0)
             sizes.append(resident(process))
         assert metric(url, "kv_cache_used_ratio") == 0
-        assert sizes[-1] < (1 + MOST_GROWTH) * statistics.median(sizes[:2]), sizes
+        assert sizes[-1] < (1 + MOST_GROWTH) * sizes[WARM_UP_ROUNDS - 1], sizes
         print("MiB after each round of abandoned streams:", sizes)
