@@ -15,6 +15,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import Run
+from hybrid_rlhf.runtime.world import World
 
 FOLDER = "nonfinite"
 Row = TypeVar("Row")
@@ -42,10 +43,15 @@ def non_finite_rows(tensors: Mapping[str, Tensor], *, mask: Tensor) -> dict[str,
     return faulty_rows
 
 
-def rows_with_non_finite_loss(micro_batches: Sequence[Sequence[Row | None]], losses: Sequence[Tensor]) -> list[Row]:
-    """Rows of the micro-batches whose loss is not finite; all rows if only a gradient is not finite."""
+def rows_with_non_finite_loss(
+    micro_batches: Sequence[Sequence[Row | None]], losses: Sequence[Tensor], *, world: World
+) -> list[Row]:
+    """Rows of this rank's micro-batches whose loss is not finite; all rows if the losses of all ranks of `world` are
+    finite, and only the gradient is not. Every rank of `world` calls."""
     faulty = [rows for rows, loss in zip(micro_batches, losses, strict=True) if not loss.isfinite()]
-    return [row for rows in faulty or micro_batches for row in rows if row is not None]
+    if not any(world.all_gather_objects(bool(faulty))):
+        faulty = list(micro_batches)
+    return [row for rows in faulty for row in rows if row is not None]
 
 
 def json_number(value: Tensor) -> float | None:

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
@@ -196,6 +196,8 @@ def _sources(data: Rows, cache_dir: str | None) -> list[Any]:
     """The paths of a data set; rows in memory are written to a file named by its content."""
     if isinstance(data, (str, os.PathLike)):
         return [os.fspath(data)]
+    if not isinstance(data, Iterable):
+        raise UserError(f"data must be a path or rows, got {data!r}: give a path, a list of dicts or a data set")
     rows = data.to_list() if isinstance(data, Dataset) else list(data)
     if not rows:
         raise UserError("data must have rows, got none: give a path, a list of dicts or a datasets.Dataset")

@@ -364,7 +364,7 @@ def _log_correction(config: RLConfig) -> None:
     cases = {
         f"the ratio of sequences (algorithm {algorithm.name})": algorithm.default_correction.ratio == "sequence",
         "completions of several weight versions (rollout.partial)": config.rollout.partial is not None,
-        "completions of several weight versions (rollout.streaming)": config.rollout.streaming is not None,
+        "completions of several weight versions (rollout.streaming)": config.rollout.samples_while_training,
         "8-bit sampling of long completions (rollout.quantization)": config.rollout.quantization is not None,
         "a grammar (rollout.sampling.response_format)": config.rollout.sampling.response_format is not None,
     }

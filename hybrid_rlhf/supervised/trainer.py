@@ -151,7 +151,7 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
         seconds = self._run.timers.take()["training"]
         speed = global_count(sum(objective.tokens(batch) for batch in batches), world) / seconds
         if stats.skipped:
-            self._skipped.keep(step, [dict(row) for row in rows_with_non_finite_loss(micro_batches, losses)])
+            self._skipped.keep(step, list(map(dict, rows_with_non_finite_loss(micro_batches, losses, world=world))))
         norm = {} if stats.grad_norm is None else {"grad_norm": stats.grad_norm}
         return {
             **objective.metrics(means, objective.name),

@@ -183,6 +183,7 @@ def test_a_template_may_refuse_a_conversation_without_a_system_prompt() -> None:
     assert unrendered([SYSTEM, USER, {**ANSWER, "refusal": "hm"}], tokenizer, None) == ["refusal"]
     (row,) = encode_conversation([SYSTEM, USER, ANSWER, MORE, SECOND], tokenizer)
     assert learned(row, tokenizer) == "one<|im_end|>two<|im_end|>"
+    assert turn_end(tokenizer) == turn_end(tiny_tokenizer(CHATML))
 
 
 @FAMILY

@@ -131,6 +131,7 @@ def test_model_and_data_may_be_sections_as_the_other_keywords(model_folder: Path
 @pytest.mark.parametrize(
     ("make", "error"),
     [
+        (lambda: SFT("m", data=5), "data must be a path or rows, got 5"),
         (lambda: SFT(3, data=[]), "model must be a path or a model of transformers, got int"),
         (lambda: SFT(tiny_model()), "a model object needs its tokenizer, got none"),
         (lambda: SFT("m", tokenizer=tiny_tokenizer()), "tokenizer needs a model object, got the model m"),

@@ -88,6 +88,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_rows_are_kept(
     assert skipped[0] == 0 and skipped[-1] == 1 and sorted(skipped) == skipped
     found = read_lines(output / "nonfinite" / f"rank_{rank:05}.jsonl")
     assert {row["step"] for row in found} == {skipped.index(1)}
+    other = output / "nonfinite" / f"rank_{1 - rank:05}.jsonl"
+    assert other.exists() == (poison.change is infinite_gradient), "only an infinite gradient accuses all ranks"
     assert found[0].keys() >= ({"input_ids"} if name == "sft" else {"prompt", "completion", "score"})
     files = [file for file in output.rglob("*.safetensors") if "checkpoints" not in file.parts]
     assert files and all(bool(tensor.isfinite().all()) for file in files for tensor in load_file(file).values())

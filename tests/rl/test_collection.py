@@ -189,6 +189,15 @@ def test_neighbours_stay_in_one_micro_batch() -> None:
         assert sorted(seen) == list(range(10))
 
 
+def test_the_padding_of_neighbours_counts() -> None:
+    """Two of 8 and 1 tokens take 16 where padding is computed: two such pairs exceed 24 tokens, though they have 18."""
+    rollout = completions_of([7, 1, 7, 1])
+    for padded, parts in ((True, 2), (False, 1)):
+        micro = MicroBatches(tokens=24, padded=padded)
+        plan = MiniBatchPlanner(micro, seed=0, world=CPU).plan(rollout, together=2)
+        assert len(plan.micro_batches(CPU)) == parts
+
+
 @pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 2), (4, 2), (3, 1)])
 def test_readers_without_sequence_parallelism_compute_every_row(ranks: int, tensor_parallel: int) -> None:
     """Inference weights compute rows alone; their ranks need not be a multiple of those that train a row together."""

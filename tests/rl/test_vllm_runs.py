@@ -65,6 +65,16 @@ def test_a_run_streams_from_servers(model_folder: Path, pair_rows: Path, tmp_pat
     assert max(row["rollout/carried_ratio"] for row in rows) > 0
 
 
+def test_streaming_without_a_lag_samples_with_current_weights(
+    model_folder: Path, pair_rows: Path, tmp_path: Path
+) -> None:
+    with fake_vllm(model_folder) as one, fake_vllm(model_folder) as other:
+        settings = "--algorithm rloo --rollout.sampling.max_new_tokens 12 --rollout.streaming.max_lag 0"
+        run_on_two_ranks(tmp_path / "run", model_folder, pair_rows, settings, one, other)
+    rows = [row for row in read_metrics(tmp_path / "run") if "rollout/updates" in row]
+    assert [row["rollout/stale_updates_max"] for row in rows] == [0, 0, 0, 0]
+
+
 def test_a_run_without_servers_ends_in_one_line(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
     errors = tmp_path / "errors.txt"
     with fake_vllm(model_folder) as fake:

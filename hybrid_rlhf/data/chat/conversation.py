@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools, is_learned
-from hybrid_rlhf.data.chat.template import ChatTemplate, leading_bos, render, token_ids
+from hybrid_rlhf.data.chat.template import SYSTEM_TURN, ChatTemplate, leading_bos, render, token_ids
 
-RULES_VERSION = 7
+RULES_VERSION = 8
 """Part of the cache key of tokenised rows; increase it when tokenisation changes."""
 _OPEN = "<think>"
 _CLOSE = "</think>"
@@ -94,13 +94,17 @@ def completion_parts(
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int]] | None:
     """The end-of-turn token of the last assistant turn, and the tokens that follow it in the template, often a newline.
 
-    None if the template has no such token, or cannot render one user turn and one assistant turn.
+    None if the template has no such token, or cannot render one user turn and one assistant turn, with or without a
+    system prompt.
     """
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    turns: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         (encoded,) = encode_conversation(turns, tokenizer)
     except UserError:
-        return None
+        try:
+            (encoded,) = encode_conversation([SYSTEM_TURN, *turns], tokenizer)
+        except UserError:
+            return None
     template = ChatTemplate.of(tokenizer)
     token = tokenizer.eos_token if template is None else template.end_token
     end = None if token is None else tokenizer.convert_tokens_to_ids(token)

@@ -12,6 +12,7 @@ EOS.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -57,6 +58,8 @@ _ROLE_PROBE = "q7toldq7"
 _USER: Message = {"role": "user", "content": "q7askedq7"}
 _ASSISTANT: Message = {"role": "assistant", "content": _PROBE}
 _CALL_ID = "q7callid7"
+SYSTEM_TURN: Message = {"role": "system", "content": "c"}
+"""Precedes turns that a template refuses without a system prompt."""
 _CALL: Message = {
     "role": "assistant",
     "tool_calls": [
@@ -221,10 +224,11 @@ class ChatTemplate:
         return self._render_or_none(self._normalised(messages), add_generation_prompt)
 
     def _render_or_none(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
-        try:
-            return self._render(messages, None, add_generation_prompt)[0]
-        except UserError:
-            return None
+        """The text of turns, after a system prompt where the template needs one; None if it refuses both."""
+        for turns in (messages, [SYSTEM_TURN, *messages]):
+            with contextlib.suppress(UserError):
+                return self._render(turns, None, add_generation_prompt)[0]
+        return None
 
     def _render(
         self,

@@ -115,7 +115,7 @@ class VLLMSampler:
         self._log = logs / f"vllm-rank-{world.rank}.log"
         self._process: ServerProcess | None = None
         self._restarts_left = _RESTARTS
-        self.samples_while_training = rollout.streaming is not None
+        self.samples_while_training = rollout.samples_while_training
         overlaps = rollout.policy_lag or self.samples_while_training
         self._sleeps = section.python is not None and self.device.type == "cuda" and not overlaps
         with shared_user_errors(world):

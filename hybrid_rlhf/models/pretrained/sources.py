@@ -101,6 +101,7 @@ def _try_dequantise(source: Path, target: Path) -> str | None:
 def quiet_transformers() -> Iterator[None]:
     """Context without transformers' progress bars and warnings; errors still raise."""
     verbosity = transformers.logging.get_verbosity()
+    shows_progress = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
@@ -109,7 +110,8 @@ def quiet_transformers() -> Iterator[None]:
             yield
     finally:
         transformers.logging.set_verbosity(verbosity)
-        transformers.logging.enable_progress_bar()
+        if shows_progress:
+            transformers.logging.enable_progress_bar()
 
 
 def quiet_console() -> contextlib.AbstractContextManager[object]:

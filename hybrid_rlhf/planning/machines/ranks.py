@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -49,8 +49,9 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> l
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    found = []
+    results: dict[int, Any] = {}
     processes = []
+    waiting: dict[Connection, int] = {}
     for rank in range(ranks):
         ours, theirs = context.Pipe(duplex=False)
         described = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -60,24 +61,30 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> l
         process = context.Process(target=_enter, args=(theirs, environment, function, arguments), daemon=True)
         process.start()
         theirs.close()
-        processes.append((process, ours))
+        processes.append(process)
+        waiting[ours] = rank
     deadline = time.monotonic() + _LIMIT_SECONDS
     try:
-        for rank, (_, ours) in enumerate(processes):
-            if not ours.poll(max(0.0, deadline - time.monotonic())):
+        while waiting:
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = " ".join(map(str, waiting.values()))
                 raise UserError(
-                    f"calibrate measures for {_LIMIT_SECONDS:.0f} s at most, rank {rank} takes longer: try --quick true"
+                    f"calibrate measures for {_LIMIT_SECONDS:.0f} s at most, ranks {late} take longer: try --quick true"
                 )
-            try:
-                found.append(ours.recv())
-            except EOFError as error:
-                rule = f"calibrate needs all ranks, rank {rank} of {ranks} ended"
-                raise UserError(f"{rule}: see its error above, or give fewer --ranks") from error
+            for ours in ready:
+                assert isinstance(ours, Connection)
+                rank = waiting.pop(ours)
+                try:
+                    results[rank] = ours.recv()
+                except EOFError as error:
+                    rule = f"calibrate needs all ranks, rank {rank} of {ranks} ended"
+                    raise UserError(f"{rule}: see its error above, or give fewer --ranks") from error
     finally:
-        for process, _ in processes:
-            process.join(timeout=5.0 if len(found) == ranks else 0.0)
+        for process in processes:
+            process.join(timeout=5.0 if len(results) == ranks else 0.0)
             process.kill()
-    return found
+    return [results[rank] for rank in range(ranks)]
 
 
 def _enter(out: Connection, environment: dict[str, str], function: Callable[..., Any], arguments: Any) -> None:

@@ -30,7 +30,7 @@ class MiniBatchPlan:
     sequences: list[int]
     """Completions of each mini-batch over all ranks."""
     unit_lengths: list[int]
-    """Tokens of each unit."""
+    """Tokens of each unit, with its padding where the model computes it."""
     together: int
     size: MicroBatches
     """Size of a micro-batch, in units."""
@@ -95,11 +95,13 @@ class MiniBatchPlanner:
             together: neighbouring rows that stay in one micro-batch.
         """
         index = rollout.numbered(self._world)
-        lengths, tokens = (column.view(-1, together).sum(dim=1).tolist() for column in (index.lengths, index.responses))
         micro_batches = self._micro_batches
+        lengths = index.lengths.view(-1, together)
+        unit_lengths = lengths.amax(dim=1) * together if micro_batches.padded else lengths.sum(dim=1)
+        tokens = index.responses.view(-1, together).sum(dim=1).tolist()
         if micro_batches.rows is not None:
             micro_batches = replace(micro_batches, rows=max(1, micro_batches.rows // together))
-        order = np.random.default_rng([self._seed, step, epoch]).permutation(len(lengths)).tolist()
+        order = np.random.default_rng([self._seed, step, epoch]).permutation(len(tokens)).tolist()
         size = -(-len(order) // mini_batches)
         parts = [order[start : start + size] for start in range(0, len(order), size)]
         return MiniBatchPlan(
@@ -107,7 +109,7 @@ class MiniBatchPlanner:
             parts,
             [float(sum(tokens[i] for i in part)) for part in parts],
             [len(part) * together for part in parts],
-            lengths,
+            unit_lengths.tolist(),
             together,
             micro_batches,
         )

@@ -56,8 +56,6 @@ class Reward:
         self._logged = len(components) > 1 or any(component.logged_alone for component in components)
         self.packs = all(component.packs for component in components)
         """True if no component pads its micro-batches."""
-        self.model_ranks = [component.world.members for component in components if component.world is not None]
-        """Ranks of each reward model."""
 
     @torch.no_grad()
     def __call__(

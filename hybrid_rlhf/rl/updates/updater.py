@@ -138,9 +138,12 @@ class Progress:
         self.last: LastLogprobs | None = None
         """Log-probs of the updates so far, if an algorithm or a report needs them."""
 
-    def record_skipped(self, role: str, micro_batches: list[list[int | None]], losses: list[torch.Tensor]) -> None:
-        """Record the rows that may have caused a skipped update."""
-        self.skipped.setdefault(role, []).extend(rows_with_non_finite_loss(micro_batches, losses))
+    def record_skipped(
+        self, engine: ModelEngine, micro_batches: list[list[int | None]], losses: list[torch.Tensor]
+    ) -> None:
+        """Record the rows that may have caused a skipped update. Every rank of the engine calls."""
+        rows = rows_with_non_finite_loss(micro_batches, losses, world=engine.world)
+        self.skipped.setdefault(engine.role, []).extend(rows)
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """State for a checkpoint; every rank calls, and gets the same."""
@@ -360,7 +363,7 @@ class Updater:
                 sums["ptx"].add(loss)
         stats = actor.step()
         if stats.skipped:
-            progress.record_skipped("actor", micro_batches, losses)
+            progress.record_skipped(actor, micro_batches, losses)
         elif self.average is not None:
             self.average.update()
         return stats
@@ -380,7 +383,7 @@ class Updater:
             losses.append(loss.total.detach())
         stats = critic.step()
         if stats.skipped:
-            progress.record_skipped("critic", micro_batches, losses)
+            progress.record_skipped(critic, micro_batches, losses)
         return stats
 
     def _skipped(self, progress: Progress, rollout: Rollout, index: RowIndex) -> SkippedRows | None:
