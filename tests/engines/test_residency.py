@@ -12,9 +12,9 @@ from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutCon
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.residency.rules import PHASES, Part, ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.engines.sampling_engine import backend_maker
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from hybrid_rlhf.runtime.world import solo_world
-from tests.support.decoders import decoder_of
 from tests.support.errors import user_error
 from tests.support.tiny import tiny_model
 

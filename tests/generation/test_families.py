@@ -18,13 +18,12 @@ from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.generation.weights.inference_weights import DescribedModel, InferenceWeights
-from hybrid_rlhf.generation.weights.probe import check_inference_weights
+from hybrid_rlhf.generation.weights.probe import check_inference_weights, probe_logprobs
 from hybrid_rlhf.models.families import FAMILIES, keep_float32_logits
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.pretrained.loading import position_limit
 from hybrid_rlhf.runtime.world import solo_world
 from tests.generation.references import hugging_face_greedy
-from tests.support.decoders import probe_logprobs
 from tests.support.errors import user_error
 from tests.support.families import COMMON, GQA, MAMBA, VARIANTS, variant
 from tests.support.generation import engine_of

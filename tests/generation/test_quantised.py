@@ -18,10 +18,10 @@ from hybrid_rlhf.generation.ops import cpu_kernels
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.generation.ops.quantisation import quantise
 from hybrid_rlhf.generation.sampling import per_request
-from hybrid_rlhf.generation.weights.probe import check_inference_weights
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
+from hybrid_rlhf.generation.weights.probe import check_inference_weights, probe_logprobs
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import solo_world
-from tests.support.decoders import decoder_of, probe_logprobs
 from tests.support.errors import refused, user_error
 from tests.support.families import variant
 from tests.support.generation import SHORT_PROMPTS, SHORT_SAMPLED, token_ids_of

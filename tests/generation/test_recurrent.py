@@ -21,11 +21,11 @@ from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
 from hybrid_rlhf.generation.model.cache import CacheLayout
 from hybrid_rlhf.generation.model.recurrent.states import BLOCK, StateCache
 from hybrid_rlhf.generation.ops.recurrence import DECAYING_SCAN
-from hybrid_rlhf.generation.weights.probe import probe_hidden
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
+from hybrid_rlhf.generation.weights.probe import probe_hidden, probe_logprobs
 from hybrid_rlhf.models.families import FAMILIES
 from hybrid_rlhf.models.head_check import module_logprobs
 from hybrid_rlhf.runtime.world import solo_world
-from tests.support.decoders import decoder_of, probe_logprobs
 from tests.support.errors import user_error
 from tests.support.families import VARIANTS, variant
 from tests.support.generation import (

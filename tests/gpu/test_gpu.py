@@ -14,9 +14,10 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.batching import workspace
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
+from hybrid_rlhf.generation.weights.probe import probe_logprobs
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import World, solo_world
-from tests.support.decoders import decoder_of, probe_logprobs
 from tests.support.engines import actor_spec, train_generate_save, train_step
 from tests.support.families import VARIANTS, variant
 from tests.support.generation import SHORT_GREEDY, SHORT_PROMPTS, SHORT_SAMPLED

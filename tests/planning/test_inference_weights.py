@@ -13,11 +13,11 @@ from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.ops.quantisation import Quantization
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.models.families import keep_float32_logits
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
 from hybrid_rlhf.planning.shapes import ShapedModel, shaped_model
 from hybrid_rlhf.runtime.world import solo_world
-from tests.support.decoders import decoder_of
 from tests.support.families import variant
 from tests.support.model_types import tiny_of_type
 

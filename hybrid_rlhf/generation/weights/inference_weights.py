@@ -612,3 +612,11 @@ class SharedWeights:
         changes = adapter_changes(adapters, parameters, self._weights.targets, device=self._weights.device)
         self.adapters = adapters
         return changes
+
+
+def decoder_of(
+    lm: PreTrainedModel, *, world: World, dtype: torch.dtype, quantization: Quantization | None = None
+) -> Decoder | None:
+    """Build the decoder of a model with full weights; None if it has no inference weights. See `SharedWeights.of`."""
+    shared = SharedWeights.of(lm, world=world, dtype=dtype, quantization=quantization)
+    return None if shared is None else shared.newer()

@@ -27,6 +27,12 @@ PROBE_DECODED = 2
 """Number of tokens of the probe that are decoded one by one; each reads all weights, so there are few."""
 
 
+def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
+    """Return the log-probs [P - 1] float32 of all P tokens except the first."""
+    logits = probe_logits(decoder, tokens)
+    return token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device))
+
+
 @torch.inference_mode()
 def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     """Return logits [P - 1, V] float32 after all tokens but the last: first ones by prefill, the others token by
