@@ -72,11 +72,11 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> l
                 raise UserError(
                     f"calibrate measures for {_LIMIT_SECONDS:.0f} s at most, ranks {late} take longer: try --quick true"
                 )
-            for ours in ready:
-                assert isinstance(ours, Connection)
-                rank = waiting.pop(ours)
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
                 try:
-                    results[rank] = ours.recv()
+                    results[rank] = connection.recv()
                 except EOFError as error:
                     rule = f"calibrate needs all ranks, rank {rank} of {ranks} ended"
                     raise UserError(f"{rule}: see its error above, or give fewer --ranks") from error

@@ -139,7 +139,10 @@ class Progress:
         """Log-probs of the updates so far, if an algorithm or a report needs them."""
 
     def record_skipped(
-        self, engine: ModelEngine, micro_batches: list[list[int | None]], losses: list[torch.Tensor]
+        self,
+        engine: ModelEngine | AdapterActor,
+        micro_batches: list[list[int | None]],
+        losses: list[torch.Tensor],
     ) -> None:
         """Record the rows that may have caused a skipped update. Every rank of the engine calls."""
         rows = rows_with_non_finite_loss(micro_batches, losses, world=engine.world)
