@@ -190,7 +190,7 @@ def test_neighbours_stay_in_one_micro_batch() -> None:
 
 
 def test_the_padding_of_neighbours_counts() -> None:
-    """Rows of 8 and 2 tokens take 16 where padding is computed: two such pairs exceed 24 tokens, though they have 20."""
+    """Rows of 8 and 2 tokens take 16 where padding is computed: two such pairs exceed 24, though they have 20."""
     rollout = completions_of([7, 1, 7, 1])
     for padded, parts in ((True, 2), (False, 1)):
         micro = MicroBatches(tokens=24, padded=padded)
