@@ -123,6 +123,11 @@ class PreferenceStepConfig(SupervisedConfig):
         )
 
     @property
+    def model_paths(self) -> list[str | None]:
+        """The model that learns and its reference."""
+        return [self.model.path, self.reference and self.reference.path]
+
+    @property
     def holds_reference(self) -> bool:
         """True if a second model stays in memory while the actor learns."""
         if self.reference is None or self.reference.logprobs != "live":

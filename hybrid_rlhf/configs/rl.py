@@ -457,6 +457,13 @@ class RLConfig(StepConfig):
         return self.actor.lora is not None and reference_path == actor_path and not self.reference.refresh_every
 
     @property
+    def model_paths(self) -> list[str | None]:
+        """The actor, the other roles and the reward models."""
+        roles = (self.model, self.critic, self.reference, self.teacher)
+        rewards = (component.model for component in self.reward.named)
+        return [*(role and role.path for role in roles), *rewards]
+
+    @property
     def critic_start(self) -> str | None:
         """The model that the critic starts from; None if it starts like the actor."""
         if self.critic is None or self.critic.share_base:

@@ -72,3 +72,8 @@ class SFTConfig(SupervisedConfig):
     data: SFTDataConfig = SFTDataConfig()
     condition: ConditionConfig | None = None
     distill: DistillConfig | None = None
+
+    @property
+    def model_paths(self) -> list[str | None]:
+        """The student and its teacher."""
+        return [self.model.path, self.distill and self.distill.teacher]

@@ -33,7 +33,8 @@ from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import first_line, load_config, reading
 from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf_config
 from hybrid_rlhf.models.pretrained.loading import Architecture, adapt_config, require_score, shape_model
-from hybrid_rlhf.models.pretrained.sources import EMBEDDED_MODEL, quiet_transformers
+from hybrid_rlhf.models.pretrained.names import EMBEDDED_MODEL
+from hybrid_rlhf.models.pretrained.sources import quiet_transformers
 from hybrid_rlhf.models.structure import backbone_of, layer_list, layer_matrices
 from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.planning.memo import once

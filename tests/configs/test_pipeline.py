@@ -137,6 +137,24 @@ def test_data_that_a_later_step_lacks_is_refused_before_the_first_step(
     assert len(started) == 3
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--rl.critic.path ./no", "step rl: a model must be a folder, a .gguf file or a hub name, ./no is none"),
+        ("--rl.reward.components run", "step rl: a model folder must have a config.json, run has none: give run/actor"),
+        ("--rl.teacher.path a/b/c", "step rl: a model must be"),
+        ("--sft.distill.teacher no.gguf", "step sft: a model file must exist, no.gguf does not exist"),
+        ("--steps sft,preference --preference.reference.path http://a/b", "step preference: a model must be a folder"),
+    ],
+)
+def test_a_model_that_a_later_step_lacks_is_refused_before_the_first_step(
+    options: str, message: str, started: list[Any], refused: Refused, tmp_path: Path
+) -> None:
+    """Without this check the earlier steps would train first."""
+    leave_model(tmp_path / "run" / "actor")
+    assert refused(f"{BASE} {options}").startswith(message) and not started
+
+
 def test_too_few_prompts_are_refused_before_the_first_step(
     started: list[Any], refused: Refused, cli: CommandLine, tmp_path: Path
 ) -> None:
@@ -197,7 +215,7 @@ def test_a_finished_step_is_not_checked_and_another_run_in_a_later_folder_is(
     steps = steps_of(line)
     for name in ("sft", "reward"):
         folder = tmp_path / steps[name].output_dir
-        folder.mkdir(parents=True)
+        leave_model(folder)
         save_config(steps[name], folder / "config.yaml")
     assert "step sft: a data source must be" in refused(line)
     (tmp_path / steps["sft"].output_dir / "finished.json").write_text("{}")

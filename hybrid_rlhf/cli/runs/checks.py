@@ -1,8 +1,9 @@
 """Checks the user's inputs of all steps of `hybrid-rlhf train` before the first step starts.
 
 Each step makes the same checks when it starts, but a later step starts after the earlier ones have trained. Only the
-first row of a local source is read here, and the hub is not contacted. Reward functions and environments are loaded in
-a separate process, started like a step: they find the same modules, and their memory is freed.
+first row of a local source and the names of models are read here, and the hub is not contacted. Reward functions and
+environments are loaded in a separate process, started like a step: they find the same modules, and their memory is
+freed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MODULE = "hybrid_rlhf.cli.runs.checks"
 
 
 def check_steps(steps: Mapping[str, Any], log: Path) -> None:
-    """Check the data of the steps, and the code that RL calls.
+    """Check the data of the steps, their models, and the code that RL calls.
 
     Args:
         steps: the steps that will start.
@@ -40,6 +41,7 @@ def check_steps(steps: Mapping[str, Any], log: Path) -> None:
         with _named(name):
             step.data.require_sources()
     check_sources(steps)
+    _check_models(steps)
     shortages = RowProblems()
     for name, step in steps.items():
         with shortages.collected(), _named(name):
@@ -65,6 +67,18 @@ def check_sources(steps: Mapping[str, Any]) -> None:
         with _named(name):
             for source in sources:
                 peek(source)
+
+
+def _check_models(steps: Mapping[str, Any]) -> None:
+    """Check that each model exists; those that a step writes come later."""
+    from hybrid_rlhf.models.pretrained.names import require_model
+
+    written = [Path(step.output_dir).resolve() for step in steps.values()]
+    for name, step in steps.items():
+        with _named(name):
+            for path in step.model_paths:
+                if path is not None and not any(Path(path).resolve().is_relative_to(folder) for folder in written):
+                    require_model(path)
 
 
 def load_user_code(config: RLConfig) -> None:

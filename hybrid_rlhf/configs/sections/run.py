@@ -81,6 +81,11 @@ class StepConfig(Settings):
     logging: LoggingConfig = setting(LoggingConfig(), mutable=True)
     faults: FaultsConfig = setting(FaultsConfig(), mutable=True)
 
+    @property
+    def model_paths(self) -> list[str | None]:
+        """The models that the step loads as the user named them; None: not named."""
+        return [self.model.path]
+
 
 class SupervisedConfig(StepConfig):
     """Settings of the training steps on rows: SFT, reward model, preference."""

@@ -32,16 +32,12 @@ def check_folder(folder: Path, shown: str) -> None:
     """Reject a folder that transformers cannot load, or only from a pickle.
 
     Args:
-        folder: an existing folder.
+        folder: an existing folder with a config.json.
         shown: the folder's name in errors, as the user gave it.
 
     Raises:
         UserError: with the name of the faulty file.
     """
-    if not (folder / "config.json").is_file():
-        inner = min(folder.glob("*/config.json"), default=None)  # in an RL run's folder the actor sorts first
-        fix = "a folder that save_pretrained wrote" if inner is None else str(Path(shown) / inner.parent.name)
-        raise UserError(f"a model folder must have a config.json, {shown} has none: give {fix}")
     _check_generation_config(folder / "generation_config.json")
     files = sorted(folder.glob("*.safetensors"))
     if (folder / _INDEX).is_file():

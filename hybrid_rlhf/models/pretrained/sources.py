@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import io
 import os
-import re
 import shutil
 import sys
 import warnings
@@ -20,19 +19,16 @@ from pathlib import Path
 
 import transformers
 
-from hybrid_rlhf.configs.credentials import redacted
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import check_folder, first_line
 from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf
-from hybrid_rlhf.runtime.files.reading import cache_folder, regular_file, user_path
+from hybrid_rlhf.models.pretrained.names import EMBEDDED_MODEL, require_model
+from hybrid_rlhf.runtime.files.reading import cache_folder, user_path
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World, run_once_per_host
 
-EMBEDDED_MODEL = "embedded"
 _READER = 3
 """Part of the name of a dequantised model; increase it when the reading of files changes."""
-_HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
 
 
 def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> str:
@@ -48,23 +44,17 @@ def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> s
     """
     if path == EMBEDDED_MODEL:
         path = str(embedded_gguf())
-    if "://" in path:
-        raise UserError(
-            f"a model must be a folder, a .gguf file or a hub name, got {redacted(path)}: download it first"
-        )
+    require_model(path)
     source = user_path(path)
     if source.suffix == ".gguf":
         return str(_dequantised(source, world=world, cache_dir=cache_dir))
     if os.path.isdir(source):
         check_folder(source, path)
         return str(source)
-    if os.path.exists(source) or not _HUB_NAME.fullmatch(path):
-        raise UserError(f"a model must be a folder, a .gguf file or a hub name, {path} is none: check the path")
     return path
 
 
 def _dequantised(source: Path, *, world: World, cache_dir: str | None) -> Path:
-    source = regular_file(source, "a model file must exist")
     root = cache_folder(cache_dir) / "gguf"
     stat = source.stat()
     key = hashlib.sha256(f"{_READER}\0{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]

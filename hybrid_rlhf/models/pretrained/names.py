@@ -1,0 +1,44 @@
+"""Names by which a user gives a model: a folder, a .gguf file, the name of a hub model, or `embedded`.
+
+They are checked without transformers, whose import takes a second, so that a command can check those of all its steps.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from hybrid_rlhf.configs.credentials import redacted
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.files.reading import regular_file, user_path
+
+EMBEDDED_MODEL = "embedded"
+_HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
+
+
+def require_model(path: str) -> None:
+    """Require a model folder, a .gguf file, or what may be a hub name; the hub is not asked.
+
+    Raises:
+        UserError: for any other path, and for a folder without a config.json.
+    """
+    if "://" in path:
+        raise UserError(
+            f"a model must be a folder, a .gguf file or a hub name, got {redacted(path)}: download it first"
+        )
+    source = user_path(path)
+    if source.suffix == ".gguf":
+        regular_file(source, "a model file must exist")
+    elif os.path.isdir(source):
+        _require_config(source, path)
+    elif os.path.exists(source) or not _HUB_NAME.fullmatch(path):
+        raise UserError(f"a model must be a folder, a .gguf file or a hub name, {path} is none: check the path")
+
+
+def _require_config(folder: Path, shown: str) -> None:
+    """Require a model folder; errors call it `shown`."""
+    if not (folder / "config.json").is_file():
+        inner = min(folder.glob("*/config.json"), default=None)  # in an RL run's folder the actor sorts first
+        fix = "a folder that save_pretrained wrote" if inner is None else str(Path(shown) / inner.parent.name)
+        raise UserError(f"a model folder must have a config.json, {shown} has none: give {fix}")
