@@ -208,6 +208,16 @@ def test_a_tree_in_one_row_is_the_same(write_jsonl: Write) -> None:
     assert rows == flat and report.format == "openassistant"
 
 
+def test_a_row_with_a_bad_message_is_skipped_whole(write_jsonl: Write) -> None:
+    """The ranked answers that precede the bad message in its tree were written."""
+    answers = [tree_message(f"a9{rank}", "p9", f"answer {rank}", rank) for rank in range(2)]
+    answers[1] |= {"replies": [tree_message("p9", "a91", "taken")]}
+    tree = {"prompt": tree_message("p9", None, "another question") | {"replies": answers}}
+    file = write_jsonl([tree, *TREE])
+    assert converted(file)[1].problems.texts[0].startswith(f"{file}:1: a message has a 'message_id' of its own")
+    assert converted(file, skip_bad=True)[0] == converted(write_jsonl(TREE, "alone.jsonl"))[0]
+
+
 def test_a_message_outside_of_a_tree_is_a_problem(write_jsonl: Write) -> None:
     circle = [tree_message("p8", "a8", "round"), tree_message("a8", "p8", "and round")]
     file = write_jsonl([*TREE, tree_message("a9", "gone", "lost", 0), *circle])

@@ -9,7 +9,7 @@ The rows of a tree may be anywhere in a source, so all messages are read before 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.configs.commands.data import RankedAs
@@ -52,17 +52,17 @@ def tree_records(
     messages: dict[str, TreeMessage] = {}
     for location, row in rows:
         with problems.collected():
-            if "message_id" in row:
-                _add(messages, location, row)
-            else:
-                for nested in _nested(location, column(location, row, "prompt", dict, "a message with replies")):
-                    _add(messages, location, nested)
-    for message in messages.values():
-        if message.parent in messages:
-            messages[message.parent].replies.append(message)
+            root = None if "message_id" in row else column(location, row, "prompt", dict, "a message with replies")
+            found: dict[str, TreeMessage] = {}  # of a row, all or none
+            for message in [row] if root is None else _nested(location, root):
+                _add(found, location, message, others=messages)
+            messages |= found
+    for reply in messages.values():
+        if reply.parent in messages:
+            messages[reply.parent].replies.append(reply)
     roots = [message for message in messages.values() if message.parent is None]
-    for message in _outside(messages, roots):
-        problems.add(UserError(f"{message.location}: the parent {message.parent!r} is in no tree: add it"))
+    for lost in _outside(messages, roots):
+        problems.add(UserError(f"{lost.location}: the parent {lost.parent!r} is in no tree: add it"))
     for root in roots:
         if not root.is_left_out:
             yield from _conversations(root) if ranked_as == "messages" else _comparisons(root)
@@ -79,11 +79,12 @@ def _outside(messages: Mapping[str, TreeMessage], roots: Sequence[TreeMessage]) 
     return (message for message in messages.values() if id(message) not in reached)
 
 
-def _add(messages: dict[str, TreeMessage], location: str, row: Row) -> None:
+def _add(messages: dict[str, TreeMessage], location: str, row: Row, *, others: Container[str]) -> None:
+    """Add a message, whose id is new to these and to the others."""
     name = row.get("message_id")
     parent = row.get("parent_id")
     role = _ROLES.get(str(row.get("role")))
-    if not isinstance(name, str) or name in messages or not isinstance(parent, str | None):
+    if not isinstance(name, str) or name in messages or name in others or not isinstance(parent, str | None):
         raise UserError(
             f"{location}: a message has a 'message_id' of its own and the 'parent_id' of another, got {name!r} and "
             f"{parent!r}: fix the row"
