@@ -100,7 +100,7 @@ def run_all_ways(folder: Path, ranks: int, *line: Any) -> None:
     run_mains("hybrid_rlhf.cli.rl", ranks, lines)
 
 
-@pytest.mark.parametrize("placed", [placed if placed == "one rank" else slow(placed) for placed in PLACED])
+@pytest.mark.parametrize("placed", ["one rank", "a sampler", *map(slow, ["two that share the model", "a sampler of two"])])
 def test_without_a_lag_it_is_the_synchronous_loop_and_an_order_repeats_a_run(
     placed: str, model: Path, rows: Path, tmp_path: Path
 ) -> None:

@@ -121,7 +121,6 @@ def wandb_history(folder: Path, run_id: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.slow
 def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]) -> None:
     needs("mlflow")
     needs("sqlalchemy")
