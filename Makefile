@@ -17,9 +17,10 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Whole runs from a browser or a terminal, and kernels compiled for a GPU.
+# Whole runs from a browser or a terminal, kernels compiled for a GPU, and environments of verifiers.
 slow: override ARGS := -m "slow and not gpu and not faults and not wheel" $(ARGS)
-slow: test
+slow: test $(VENV)/.verifiers
+	HF_HUB_OFFLINE=1 $(VENV)/verifiers/bin/python -m pytest tests/rl/test_verifiers.py
 
 # Checks every model type of transformers' causal-LM mapping, in minutes, and writes docs/models.md.
 families: $(VENV)/.test
@@ -86,6 +87,14 @@ $(VENV)/.demo: $(VENV)/.python setup.cfg constraints.txt
 
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --editable '.[board,demo,docs,lint,serve,test]'
+	touch $@
+
+# On top of the packages of the tests: verifiers installs uvloop and httptools, and uvicorn would then use them there too.
+$(VENV)/.verifiers: $(VENV)/.test
+	$(PYTHON) -m venv $(VENV)/verifiers
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(VENV)/verifiers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
+	$(VENV)/verifiers/bin/pip install --quiet --constraint constraints.txt --editable '.[verifiers]'
 	touch $@
 
 clean:
