@@ -125,7 +125,7 @@ class PreferenceStepConfig(SupervisedConfig):
     @property
     def model_paths(self) -> list[str | None]:
         """The model that learns and its reference."""
-        return [self.model.path, self.reference and self.reference.path]
+        return [self.model.path, None if self.reference is None else self.reference.path]
 
     @property
     def holds_reference(self) -> bool:

@@ -461,7 +461,7 @@ class RLConfig(StepConfig):
         """The actor, the other roles and the reward models."""
         roles = (self.model, self.critic, self.reference, self.teacher)
         rewards = (component.model for component in self.reward.named)
-        return [*(role and role.path for role in roles), *rewards]
+        return [*(role.path for role in roles if role is not None), *rewards]
 
     @property
     def critic_start(self) -> str | None:

@@ -76,4 +76,4 @@ class SFTConfig(SupervisedConfig):
     @property
     def model_paths(self) -> list[str | None]:
         """The student and its teacher."""
-        return [self.model.path, self.distill and self.distill.teacher]
+        return [self.model.path, None if self.distill is None else self.distill.teacher]

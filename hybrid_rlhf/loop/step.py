@@ -67,7 +67,7 @@ class Step(ABC, Generic[ConfigT]):
         model: ModelSource | Mapping[str, Any] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         data: Rows | Mapping[str, Any] | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] = (),
         **settings: Any,
     ) -> None:
         """Take the settings.
@@ -80,7 +80,8 @@ class Step(ABC, Generic[ConfigT]):
             data: a path, a list of rows, a data set, or a `DatasetDict` of train and test (or validation); or the
                 section `data`, whose `sources` and `eval_sources` may be any of the first three. Rows in memory are
                 written to a file in the cache folder.
-            callbacks: called on every rank with the step and its metrics, step 0 before training.
+            callbacks: one or several functions, called on every rank with the step and its metrics, step 0 before
+                training.
             settings: other keys and sections of the config, sections as mappings or config dataclasses.
 
         Raises:
@@ -109,7 +110,7 @@ class Step(ABC, Generic[ConfigT]):
             content["data"] = section
         layers = [] if config is None else [Layer(plain(config))]
         self.config: ConfigT = build_config(self.config_type, [*layers, Layer(content, "keywords")])
-        self.callbacks = tuple(callbacks)
+        self.callbacks = (callbacks,) if callable(callbacks) else tuple(callbacks)
 
     def train(self) -> TrainResult:
         """Run the step to its end. With `resume="auto"`, a finished run is only read.
@@ -136,6 +137,8 @@ class Step(ABC, Generic[ConfigT]):
 
 
 def _nested(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     return plain(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 

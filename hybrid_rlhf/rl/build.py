@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,7 @@ from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.run import Callback, Run, SharedProcess
 
-RewardSource = Callable[..., Any] | str | Mapping[str, Any]
+RewardSource = Callable[..., Any] | str | os.PathLike[str] | Mapping[str, Any]
 """A Python function, a reward model's path, or the settings of a reward component."""
 
 
@@ -89,11 +90,8 @@ class RL(Step[RLConfig]):
             UserError: for an unknown key, a wrong value, or a rule of the config.
         """
         if reward is not None:
-            rewards = [reward] if callable(reward) or isinstance(reward, (str, Mapping)) else list(reward)
-            components = [
-                {"function": register(component)} if callable(component) else component for component in rewards
-            ]
-            settings["reward"] = {"components": components}
+            rewards = reward if isinstance(reward, Sequence) and not isinstance(reward, str) else [reward]
+            settings["reward"] = {"components": [_component(source) for source in rewards]}
         if environment is not None:
             settings["environment"] = {"path": register(environment)} if isinstance(environment, type) else environment
         super().__init__(config, **settings)
@@ -105,6 +103,19 @@ class RL(Step[RLConfig]):
 
     def _run(self) -> None:
         run_rl(self.config, self.callbacks, self._algorithm_class)
+
+
+def _component(source: RewardSource) -> str | Mapping[str, Any]:
+    """A reward component as in config files."""
+    if callable(source):
+        return {"function": register(source)}
+    if isinstance(source, (str, os.PathLike)):
+        return os.fspath(source)
+    require(
+        isinstance(source, Mapping),
+        f"reward must be a function, a path or a mapping, or a list of them, got {source!r:.40}: give one",
+    )
+    return source
 
 
 def run_rl(

@@ -41,7 +41,7 @@ from hybrid_rlhf.runtime.liveness.watchdog import Watchdog
 from hybrid_rlhf.runtime.observability.alerts import Alerts, Ending
 from hybrid_rlhf.runtime.observability.display import StepDisplay
 from hybrid_rlhf.runtime.observability.formatting import format_value
-from hybrid_rlhf.runtime.observability.logs import close_log_file, log_thread_to, logger, setup_logging
+from hybrid_rlhf.runtime.observability.logs import close_log_file, log_thread_to, log_to_file, logger, setup_logging
 from hybrid_rlhf.runtime.observability.metrics import METRICS_FILE, SINKS, MetricsWriter, read_metrics
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState, TrackedRun, require_installed
@@ -60,7 +60,7 @@ from hybrid_rlhf.runtime.world import (
 
 DATA_FILE = "data.json"
 """Counts of the rows of the sources."""
-_START_FILES = (CONFIG_FILE, LOG_FILE, PRODUCTS_FILE, DATA_FILE)
+_START_FILES = (CONFIG_FILE, METRICS_FILE, LOG_FILE, PRODUCTS_FILE, DATA_FILE)
 """Files that a start may write before its loop."""
 _RESUME_MODES = ("never", "auto")
 """The values of `resume` that do not name a folder."""
@@ -110,6 +110,8 @@ class Run:
     """Called on rank 0 at the end of the run, normal or not."""
     in_loop: bool = False
     """True if the loop has begun: a user's error before it leaves the folder's files unchanged."""
+    has_stepped: bool = False
+    """True once a step is complete: an error before it leaves no settings in the folder."""
     started: float = field(default_factory=time.monotonic)
     """Time at which this process joined the run, on time.monotonic's clock."""
     _metrics: MetricsWriter | None = None
@@ -150,6 +152,7 @@ class Run:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step and begin the next; every rank calls, rank 0 writes."""
         self.watchdog.begin_step(step + 1)
+        self.has_stepped |= step > 0
         if self._metrics is not None:
             self._metrics.write(step, metrics)
         for callback in self.callbacks:
@@ -210,6 +213,8 @@ class Run:
         if self._alerts is not None:
             self._alerts.send(ending.end_state, ending.text, step=self._last_step)
             self._alerts.close()
+        if ending.end_state in ("failed", "stalled"):  # the last line of the log, which the board shows
+            log_to_file(f"error: {ending.text}" + f" ({ending.place})" * bool(ending.place))
 
 
 @contextlib.contextmanager
@@ -282,9 +287,11 @@ def start_run(
                 watchdog.on_end = lambda end_state, text: run.end(Ending(end_state, text))
                 with _ended(run):
                     yield run
-        except UserError:
+        except (UserError, KeyboardInterrupt):
             if run is None or not run.in_loop:
                 _restore(folder, before)
+            elif not run.has_stepped and not (folder / CHECKPOINTS).exists():
+                _restore(folder, {name: before[name] for name in (CONFIG_FILE, METRICS_FILE) if name in before})
             raise
         finally:
             close_log_file()

@@ -19,12 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.serving.tracing import begin_span, end_span
-from hybrid_rlhf.serving.web import AccessRules, limited
+from hybrid_rlhf.serving.web import CLIENT_CLOSED, AccessRules, limited
 
 access_log = logging.getLogger(f"{LOGGER_NAME}.access")
 access_log.setLevel(logging.WARNING)  # serve --access_log lowers it
-CLIENT_CLOSED = 499
-"""Status to count for a client that has disconnected, which receives no status."""
 _OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no key, as they contain no texts."""
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.serving.admission import CLIENT_CLOSED, Activity, KeyAdmission, error_response
+from hybrid_rlhf.serving.admission import Activity, KeyAdmission, error_response
 from hybrid_rlhf.serving.answers import Answer
 from hybrid_rlhf.serving.bodies import (
     AdapterBody,
@@ -45,7 +45,7 @@ from hybrid_rlhf.serving.service import (
     UnknownModel,
 )
 from hybrid_rlhf.serving.updates import ModelUpdates
-from hybrid_rlhf.serving.web import AccessRules, add_error_answers
+from hybrid_rlhf.serving.web import CLIENT_CLOSED, AccessRules, add_error_answers
 
 _STATUSES: dict[type[Exception], int] = {
     UserError: 400,

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import nearest_hint, require_template_variables
@@ -60,6 +61,16 @@ _Bias = Annotated[float, Field(ge=-_MOST_BIAS, le=_MOST_BIAS)]
 _TokenIds = Annotated[list[int], Field(fail_fast=True)]
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST_MESSAGES)]
 _Conversation = Annotated[_Objects, Field(min_length=1)]
+
+
+def _named_function(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise PydanticCustomError("tool", "be {type: function, function: {name: ...}}")
+    return tool
+
+
+_Tool = Annotated[dict[str, Any], AfterValidator(_named_function)]
 _Texts = Annotated[list[str], Field(fail_fast=True, max_length=_MOST_PROMPTS)]
 _StopText = Annotated[str, Field(max_length=_MOST_STOP_CHARACTERS)]
 _CODES = {
@@ -216,7 +227,7 @@ class GenerationBody(StrictBody):
 class TemplateBody(StrictBody):
     """Keys of a conversation, which the chat template reads besides its messages."""
 
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
+    tools: Annotated[list[_Tool], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST_VARIABLES)] | None = None
     """Variables of the chat template, besides those of the server."""
     add_generation_prompt: bool = True
@@ -280,7 +291,11 @@ class ChatBody(GenerationBody, TemplateBody):
             raise KeyRejected(
                 "top_logprobs", f"needs logprobs true, got top_logprobs {self.top_logprobs} alone: send both"
             )
-        require_template_variables(self.chat_template_kwargs or {})
+        try:
+            require_template_variables(self.chat_template_kwargs or {})
+        except UserError as error:
+            key, _, rule = str(error).partition(" ")
+            raise KeyRejected(key, rule) from None
         _required_tools(self.tools or [], self.tool_choice)
         if self.continue_final_message and self.messages[-1].get("role") != "assistant":
             raise KeyRejected(
@@ -420,7 +435,8 @@ class ScoreBody(StrictBody):
         if is_odd or not prompts or not completions or len(prompts) != len(completions):
             raise UserError(
                 "a request for scores has messages, or as many prompts as completions, got "
-                f"{len(self.messages or [])}, {len(prompts or [])} and {len(completions or [])}: send one of them"
+                f"{len(self.messages or [])} messages, {len(prompts or [])} prompts and {len(completions or [])} "
+                "completions: send one of them"
             )
         return [
             [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
@@ -436,9 +452,8 @@ def _required_tools(tools: Sequence[dict[str, Any]], choice: Any) -> list[dict[s
     """
     if choice in (None, "auto", "none"):
         return []
-    known = [tool for tool in tools if isinstance(tool.get("function"), dict) and tool["function"].get("name")]
     if choice == "required":
-        chosen = known
+        chosen = list(tools)
     else:
         function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
         name = function.get("name") if isinstance(function, dict) else None
@@ -447,7 +462,7 @@ def _required_tools(tools: Sequence[dict[str, Any]], choice: Any) -> list[dict[s
                 "tool_choice",
                 f"must be auto, none, required or a function by name, got {choice!r:.80}: change it",
             )
-        chosen = [tool for tool in known if tool["function"]["name"] == name]
+        chosen = [tool for tool in tools if tool["function"]["name"] == name]
     if not chosen:
         raise KeyRejected("tool_choice", f"must have a function among tools, got {choice!r:.80}: add its tool")
     return chosen

@@ -31,7 +31,7 @@ class ResponseBody(StrictBody):
     model: str
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=_MOST_ITEMS)]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, le=MOST_INTEGER)
+    max_output_tokens: int | None = Field(None, ge=1, le=MOST_INTEGER)
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None

@@ -20,10 +20,13 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from hybrid_rlhf.configs.errors import UserError
 
+CLIENT_CLOSED = 499
+"""Status to count for a client that has disconnected, which receives no status."""
 _HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::\d{1,5})?")
 
 
@@ -122,12 +125,14 @@ def add_error_answers(
     """
 
     async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=CLIENT_CLOSED)  # nobody reads it
         if isinstance(error, HTTPException):
             return answer(error.status_code, f"{error.detail}: {request.method} {request.url.path[:200]}", error)
         status = next((statuses[kind] for kind in type(error).__mro__ if kind in statuses), None)
         return answer(500, internal, None) if status is None else answer(status, str(error), error)
 
-    for kind in (*statuses, HTTPException, Exception):
+    for kind in (*statuses, ClientDisconnect, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
 
 

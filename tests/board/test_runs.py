@@ -96,6 +96,17 @@ def test_every_folder_is_listed_with_its_state_and_what_is_wrong(board: ServedBo
     assert listed["cut"]["step"] == 2
 
 
+def test_a_run_that_an_error_ended_says_so_until_it_goes_on(tmp_path: Path) -> None:
+    """It was shown as stopped."""
+    log = write_run(tmp_path / "run", steps=2) / "log.txt"
+    with served_board(tmp_path) as board:
+        for line, state in (("error: KeyError: 'x' (a.py:1 f)", "broken"), ("sft 3/5", "stopped")):
+            with log.open("a") as file:
+                file.write(f"2026-01-01 00:00:00 {line}\n")
+            (run,) = board.get("/api/runs")
+            assert (run["state"], run["problem"]) == (state, line if state == "broken" else None)
+
+
 def test_no_folder_is_an_internal_error(board: ServedBoard) -> None:
     for run in board.get("/api/runs"):
         for path in ("", "/timeline", "/samples", "/prompts", "/signals", "/samples/1/0"):

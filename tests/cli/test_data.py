@@ -124,6 +124,10 @@ def test_split_and_blend(write_jsonl: Write, tmp_path: Path, cli: CommandLine, d
         f"error: --output must be a new file, {output} exists: choose another, or give --overwrite\n"
     )
     assert cli(f"data {line} --overwrite true").code == 0
+    assert "each part must get a row" in cli.refused(
+        f"data split {file} --parts a=1,b=1e-9 --output_dir {tmp_path}/new"
+    )
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -133,6 +137,8 @@ def test_split_and_blend(write_jsonl: Write, tmp_path: Path, cli: CommandLine, d
         ("check", "a data source must be named"),
         ("check no.jsonl", "no.jsonl does not exist"),
         ("convert f.jsonl", "--output must name a file"),
+        ("convert f.jsonl --output f.csv", "--output is written as JSONL, got f.csv: give a name that ends in .jsonl"),
+        ("blend f.jsonl=1 --output f.jsonl.gz", "--output is written as JSONL, got f.jsonl.gz"),
         ("convert f.jsonl --format csv --output o", "format must be one of auto, hh"),
         ("split f.jsonl --parts train", "parts must be NAME=SHARE, comma-separated, for example train=0.9,test=0.1"),
         ("split f.jsonl --parts train=1", "parts must name two parts or more"),

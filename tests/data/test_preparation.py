@@ -55,9 +55,9 @@ def test_all_problems_are_kept_with_their_lines(write_jsonl: Write) -> None:
     rows = [{"messages": MESSAGES}, {"messages": []}, {"text": ""}, {"messages": MESSAGES[:1]}, {"other": 1}]
     file = write_jsonl(rows)
     with file.open("a") as opened:
-        opened.write("{broken\n\n[1]\n")
+        opened.write('{broken\n\n[1]\n{"a": "b\n')
     report = check_source(str(file), task="sft")
-    assert (report.rows, report.forms["messages"], report.problems.count) == (5, 1, 6)
+    assert (report.rows, report.forms["messages"], report.problems.count) == (5, 1, 7)
     wanted = {
         2: "column 'messages'",
         3: "column 'text' must not be empty",
@@ -65,6 +65,7 @@ def test_all_problems_are_kept_with_their_lines(write_jsonl: Write) -> None:
         5: "a row must have",
         6: "a line must be JSON",
         8: "a row must be a JSON object",
+        9: "a line must be JSON (Unterminated string starting at column 7): fix the line",
     }
     assert len(report.problems.texts) == len(wanted)
     for line, reason in wanted.items():

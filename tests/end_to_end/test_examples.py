@@ -114,6 +114,15 @@ def test_models_and_splits_in_memory_are_those_on_disk(model_folder: Path, tmp_p
     assert SFT(lm, tokenizer=tokenizer, data=section).config.model.path != first.model.path
 
 
+def test_paths_and_a_single_callback_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Those that a step returns, among them; they were errors of types."""
+    step = RL("m", reward=tmp_path / "judge", output_dir=tmp_path / "run", data="rows.jsonl", callbacks=print)
+    assert (
+        step.config == RL("m", reward=[str(tmp_path / "judge")], output_dir=f"{tmp_path}/run", data="rows.jsonl").config
+    )
+    assert step.callbacks == (print,)
+
+
 def test_model_and_data_may_be_sections_as_the_other_keywords(model_folder: Path, tmp_path: Path) -> None:
     expected = SFT(model_folder, data="rows.jsonl").config
     expected = replace(expected, model=replace(expected.model, dtype="bfloat16"))
@@ -132,6 +141,7 @@ def test_model_and_data_may_be_sections_as_the_other_keywords(model_folder: Path
     ("make", "error"),
     [
         (lambda: SFT("m", data=5), "data must be a path or rows, got 5"),
+        (lambda: RL("m", reward=3), "reward must be a function, a path or a mapping, or a list of them, got 3"),
         (lambda: SFT(3, data=[]), "model must be a path or a model of transformers, got int"),
         (lambda: SFT(tiny_model()), "a model object needs its tokenizer, got none"),
         (lambda: SFT("m", tokenizer=tiny_tokenizer()), "tokenizer needs a model object, got the model m"),

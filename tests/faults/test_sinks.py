@@ -111,7 +111,7 @@ def test_nonfinite_values_are_strict_json(tmp_path: Path) -> None:
     assert math.isnan(read_metrics(tmp_path)[0]["loss"])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # raised by its thread
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # no traceback of its thread
 def test_a_run_continues_without_failing_tensorboard(tmp_path: Path, log_lines: list[str]) -> None:
     writer = MetricsWriter(tmp_path, sinks=["tensorboard"])
     writer.write(1, {"loss": 1.0})

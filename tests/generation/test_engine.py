@@ -165,6 +165,15 @@ def test_token_ids_that_the_model_does_not_have_are_refused(backend: BackendName
         with user_error(rf"token ids must be in 0\.\.258, (prompt 1|stop_token_ids) has {wrong}: remove it"):
             engine.generate([[5], prompt], replace(SHORT_GREEDY, stop_token_ids=stop))
     assert engine.generate([[0, 258]], SHORT_GREEDY)[0][0].token_ids
+    for prompts in (["text"], [4, 5]):
+        with user_error("a prompt is a list of token ids, prompt 0 is ('text'|4): encode its text"):
+            engine.generate(prompts, SHORT_GREEDY)  # type: ignore[arg-type]
+
+
+def test_lists_and_a_single_string_may_be_given_for_tuples() -> None:
+    """A string was a tuple of its characters, each of which ended a completion."""
+    params = SamplingParams(stop="ab", stop_token_ids=[3])  # type: ignore[arg-type]
+    assert params == SamplingParams(stop=["ab"], stop_token_ids=(3,))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", ["auto", "module"])

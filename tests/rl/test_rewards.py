@@ -89,7 +89,7 @@ def test_a_function_that_cannot_be_called_is_refused_at_once(tmp_path: Path) -> 
             FunctionReward(RewardComponentConfig(function=name), device=CPU)
 
 
-def test_components_are_weighted_and_summed(tmp_path: Path) -> None:
+def test_components_are_weighted_and_summed(tmp_path: Path, log_lines: list[str]) -> None:
     weights, bodies = [1.0, -0.5, 2.0, 0.0], [LENGTHS, "return columns['target']", "return [None] * 5", LENGTHS]
     parts = [
         function_reward(tmp_path, body, name=f"p{i}", weight=w)
@@ -100,6 +100,8 @@ def test_components_are_weighted_and_summed(tmp_path: Path) -> None:
     assert report.metrics["reward/p0/mean"] == pytest.approx(2.2), "its own scores, before the weight"
     assert report.metrics["reward/p1/mean"] == 3.0 and report.metrics["reward/p3/mean"] == pytest.approx(2.2)
     assert "reward/p2/mean" not in report.metrics
+    (line,) = log_lines
+    assert "reward component p2 gives None for all 5 completions" in line, "nothing else says so"
 
 
 def test_answers_are_what_the_data_says_and_the_actor_said() -> None:

@@ -79,8 +79,8 @@ def rows(tmp_path: Path) -> Path:
 
 PLACED = {
     "one rank": (1, ()),
-    "two that share the model": (2, ("--rollout.tensor_parallel", "2")),
     "a sampler": (2, SEPARATE),
+    "two that share the model": (2, ("--rollout.tensor_parallel", "2")),
     "a sampler of two": (3, ("--placement", "{sampler: {ranks: 1-2, tensor_parallel: 2}}")),
 }
 """Number of ranks, and settings."""
@@ -100,7 +100,7 @@ def run_all_ways(folder: Path, ranks: int, *line: Any) -> None:
     run_mains("hybrid_rlhf.cli.rl", ranks, lines)
 
 
-@pytest.mark.parametrize("placed", ["one rank", "a sampler", *map(slow, ["two that share the model", "a sampler of two"])])
+@pytest.mark.parametrize("placed", [*[*PLACED][:2], *map(slow, [*PLACED][2:])])
 def test_without_a_lag_it_is_the_synchronous_loop_and_an_order_repeats_a_run(
     placed: str, model: Path, rows: Path, tmp_path: Path
 ) -> None:

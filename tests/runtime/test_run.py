@@ -201,16 +201,20 @@ def test_a_run_resumes_from_its_initial_checkpoint_until_it_has_its_own(
         claim(folder, "auto")
 
 
-def test_an_error_before_the_loop_restores_the_config(tmp_path: Path) -> None:
-    def start(resume: str = "never", *, in_loop: bool = False) -> None:
+def test_an_error_before_the_end_of_the_first_step_restores_the_config(tmp_path: Path) -> None:
+    def start(resume: str = "never", *, steps: int | None = None) -> None:
         with user_error("an error"), start_run(sft_config(tmp_path, resume)) as run:
             (tmp_path / "config.yaml").write_text("seed: 2\n")
-            if in_loop:
+            if steps is not None:
                 run.open_metrics(None)
+                for step in range(steps + 1):
+                    run.log(step, {})
             raise UserError("an error")
 
     start()
-    start(in_loop=True)
+    start(steps=0)
+    assert "an error" in (tmp_path / LOG_FILE).read_text(), "the log of a run that has begun stays"
+    start(steps=1)
     assert (tmp_path / "config.yaml").read_text() == "seed: 2\n"
     with user_error("unfinished run"):
         claim(tmp_path)

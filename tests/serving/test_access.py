@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
@@ -21,7 +21,7 @@ from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.episodes import EpisodeQueue
 from hybrid_rlhf.serving.service import Service, UnknownEpisode
-from hybrid_rlhf.serving.web import AccessRules, served_in_background
+from hybrid_rlhf.serving.web import CLIENT_CLOSED, AccessRules, add_error_answers, served_in_background
 from tests.support.errors import user_error
 from tests.support.services import JSON, open_service, post
 
@@ -185,3 +185,23 @@ def test_rewards_are_finite_and_bounded(playing: Playing, reward: Any) -> None:
         body = f'{{"reward": {reward}}}'.encode()
         answer = post(f"{url}/episodes/name/reward", body)
     assert answer.status_code == 400 and "reward must" in answer.json()["error"]["message"], answer.text
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error() -> None:
+    """Each was a traceback in the log."""
+    app = FastAPI()
+    add_error_answers(app, {}, lambda status, text, error: Response(status_code=status), internal="failed")
+    sent: list[Any] = []
+
+    @app.post("/")
+    async def read(request: Request) -> None:
+        await request.body()
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(app({"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}, receive, send))
+    assert sent[0]["status"] == CLIENT_CLOSED

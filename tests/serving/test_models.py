@@ -207,7 +207,11 @@ def test_bad_requests_for_scores_are_refused(url: str, reward_folder: str) -> No
     for status, body, rule in (
         (404, {"model": "caller", "messages": [user("x")]}, "the reward model of this server is"),
         (400, {"messages": [user("x")]}, "must end with a turn of the assistant, got user"),
-        (400, {"prompt": ["a", "b"], "completion": ["c"]}, "as many prompts as completions, got 0, 2 and 1"),
+        (
+            400,
+            {"prompt": ["a", "b"], "completion": ["c"]},
+            "as many prompts as completions, got 0 messages, 2 prompts and 1 completions",
+        ),
         (400, {"messages": [[]]}, "messages.0 must"),
         (400, {"text_1": "a"}, "as many prompts as completions"),
         (400, {"text_2": "a", "prompt": "x", "completion": "y"}, "as many prompts as completions"),

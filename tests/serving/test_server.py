@@ -243,6 +243,12 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"messages": [{"role": "king", "content": "x"}]}, "a role must be one of .*: change it$", "messages.0"),
         ({"messages": [user("\ud800")]}, "messages must be Unicode text"),
         ({"messages": [user([{"type": "image_url"}])]}, "be text or a list", "messages.0"),
+        (
+            {"tools": [{"type": "function", "function": {}}]},
+            "must be {type: function, function: {name: ...}}",
+            "tools.0",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "must not have what rendering sets, got messages"),
     ],
 }
 
@@ -293,9 +299,8 @@ def test_no_number_reaches_the_batch_out_of_bounds(served: Served, changes: dict
         (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"<|im_end|></s><s>[INST]"}],"max_tokens":1}'),
         (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":""}],"max_tokens":1}'),
         (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":" \\n"}],"max_tokens":1}'),
-        (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"tools":[{"a":[{}]},{}],"max_tokens":1}'),
     ],
-    ids=["nul", "nul_in_chat", "duplicate_keys", "template_tokens", "empty", "blank", "odd_tools"],
+    ids=["nul", "nul_in_chat", "duplicate_keys", "template_tokens", "empty", "blank"],
 )
 def test_odd_bodies_that_are_valid_are_answered(served: Served, path: str, body: bytes) -> None:
     answer = served.post(path, body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from hybrid_rlhf.board.runs.reading import (
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import STEPS
 from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE, LockOwner
-from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, METRICS_FILE, SAMPLES_FILE
+from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, LOG_FILE, METRICS_FILE, SAMPLES_FILE
 
 COMMANDS = {name: STEPS[name] for name in ("rl", "sft", "reward", "preference")}
 """The config of each training command."""
@@ -36,6 +37,8 @@ _SERVICE = "train-server"
 """The command of a training server, whose folder is shown as that of a run, but cannot be started by the board."""
 _PRINTED_BYTES = 10_000
 """Size of the shown end of the output."""
+_ERROR_LINE = re.compile(r"[-\d]+ [:\d]+ (error: .*)")
+"""The last line of the log of a run that an error has ended."""
 _FEWEST_KEYS = 5
 """Smallest number of top-level keys that a config shares with its command's config."""
 _LAST_VALUES = (
@@ -91,10 +94,12 @@ class RunSummaries:
             problem = None if step is None else problem
         elif owner is not None:
             state = "killed"
-            problem = _death(run.folder, owner)
+            problem = _logged_error(run.folder) or _death(run.folder, owner)
         else:
+            error = None if has_ended else _logged_error(run.folder)
+            problem = error or problem
             state = "broken" if problem else "finished" if has_ended else "stopped"
-            problem = _printed_error(run.folder) or problem if state == "broken" else problem
+            problem = error or _printed_error(run.folder) or problem if state == "broken" else problem
         most = _text_or_number(config, "train", "max_steps")
         return {
             "id": run.id,
@@ -212,8 +217,13 @@ def holding_process(run: RunFolder) -> psutil.Process | None:
 
 def printed_text(folder: Path) -> str | None:
     """The end of the output of a run that the board started, as a terminal shows it; None for other runs."""
+    return _end_of(folder / BOARD_LOG)
+
+
+def _end_of(path: Path) -> str | None:
+    """The end of a text file, as a terminal shows it; None without one."""
     try:
-        with open_regular(folder / BOARD_LOG) as file:
+        with open_regular(path) as file:
             start = max(0, file.seek(0, os.SEEK_END) - _PRINTED_BYTES)
             file.seek(start)
             text = file.read().decode(errors="replace")
@@ -229,6 +239,13 @@ def _printed_error(folder: Path) -> str | None:
     """The error that ended a run that the board started; None without one."""
     lines = (printed_text(folder) or "").splitlines()
     return next((line[:1000] for line in reversed(lines) if line.startswith("error: ")), None)
+
+
+def _logged_error(folder: Path) -> str | None:
+    """The error that ended a run, which is the last line of its log; None without one."""
+    lines = (_end_of(folder / LOG_FILE) or "").splitlines()
+    error = _ERROR_LINE.fullmatch(lines[-1]) if lines else None
+    return None if error is None else error[1][:1000]
 
 
 def _beats_elsewhere(folder: Path, owner: LockOwner | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybrid_rlhf.configs.commands.data import SplitConfig
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.atomic import output_file
 from hybrid_rlhf.runtime.files.reading import user_path
@@ -19,10 +20,16 @@ def main(config: SplitConfig) -> None:
 
     source = user_path(config.path)
     folder = user_path(config.output_dir) if config.output_dir else source.parent if source.exists() else Path()
+    is_new = not folder.exists()
     outputs = {
         name: output_file(folder / f"{plain_name(source)}.{name}.jsonl", "each part", overwrite=config.overwrite)
         for name, _ in config.shares
     }
-    counts = split_rows(config.path, outputs, config.shares, by=config.by, seed=config.seed)
+    try:
+        counts = split_rows(config.path, outputs, config.shares, by=config.by, seed=config.seed)
+    except UserError:
+        if is_new:
+            folder.rmdir()
+        raise
     document = {"parts": {name: {"rows": counts[name], "path": str(file)} for name, file in outputs.items()}}
     print_result(document, "\n".join(f"{counts[name]:,} rows in {file}" for name, file in outputs.items()))

@@ -147,7 +147,7 @@ def _jsonl_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
 
 def _parsed(line: str, location: str) -> tuple[str, Row]:
     try:
-        row = parse_json(line)
+        row = parse_json(line.rstrip("\r\n"))
     except NotJSON as error:
         column = "" if error.column is None else f" at column {error.column}"
         raise UserError(f"{location}: a line must be JSON ({error.reason}{column}): fix the line") from error

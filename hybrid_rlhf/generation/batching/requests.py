@@ -309,6 +309,8 @@ class RequestMaker:
         """Raise UserError if a prompt is empty, a token of it or a stop token is not in the vocabulary, or top_k does
         not fit in int32.
         """
+        if isinstance(prompt, (str, int)):
+            raise UserError(f"a prompt is a list of token ids, prompt {index} is {prompt!r:.40}: encode its text")
         if not len(prompt):
             raise UserError(f"a prompt has at least one token, prompt {index} has none: drop it")
         most = self.vocab_size - 1

@@ -54,6 +54,8 @@ class Reward:
         self._components = sorted(components, key=lambda component: component.in_background)
         self._world = world
         self._logged = len(components) > 1 or any(component.logged_alone for component in components)
+        self._silent = set[str]()
+        """Components that have scored none of the completions of a rollout."""
         self.packs = all(component.packs for component in components)
         """True if no component pads its micro-batches."""
 
@@ -90,6 +92,7 @@ class Reward:
         scores = [finish() for finish in pending]
         values, scored, failed = self._of_all_ranks(batches, scores, count)
         self._report_failures(scores, failed, may_drop_all)
+        self._report_silence(scored.sum(dim=1).tolist(), failed)
         dropped = self._dropped(failed)
         weights = torch.tensor([component.weight for component in self._components], dtype=torch.float32)
         return RewardReport(
@@ -101,6 +104,20 @@ class Reward:
                 for component, of_rows, has_one in zip(self._components, values, scored.bool(), strict=True)
             },
         )
+
+    def _report_silence(self, scored: Sequence[float], failed: Tensor) -> None:
+        """Warn once of each component that scores none of the completions."""
+        for component, count in zip(self._components, scored, strict=True):
+            if count or component.name in self._silent or bool(failed.any()):
+                continue
+            self._silent.add(component.name)
+            if self._world.is_main:
+                logger.warning(
+                    "reward component %s gives None for all %d completions, which adds 0 to their scores: check the "
+                    "columns that it reads",
+                    component.name,
+                    failed.shape[1],
+                )
 
     def require_columns(self, rows: Callable[[], Iterable[Mapping[str, object]]]) -> None:
         """Check that the data has the columns that the components need; `rows` starts to read it."""

@@ -103,7 +103,7 @@ def parse_json(text: str) -> Any:
         return content
     except json.JSONDecodeError as error:
         page = text.lstrip()[:1] == "<"
-        reason = "it is a page of HTML or XML" if page else error.msg
+        reason = "it is a page of HTML or XML" if page else error.msg.removesuffix(" at")
         raise NotJSON(reason, error.lineno, None if page else error.colno) from error
     except RecursionError as error:
         raise NotJSON("it is nested too deeply") from error

@@ -54,6 +54,13 @@ def log_thread_to(file: Path) -> None:
     logger.addHandler(handler)
 
 
+def log_to_file(text: str) -> None:
+    """Write a line to log.txt alone, for what the console shows otherwise."""
+    record = logger.makeRecord(LOGGER_NAME, logging.ERROR, "", 0, text, (), None)
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _LogFile)]:
+        handler.handle(record)
+
+
 def close_log_file() -> None:
     """Close log.txt at the end of a run, but not those of other threads: later messages do not belong to it."""
     for handler in [handler for handler in logger.handlers if isinstance(handler, _LogFile)]:

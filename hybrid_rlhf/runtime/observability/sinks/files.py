@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ class TensorBoardSink(MetricsSink):
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self._events = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.resumed_step + 1)
+        _print_no_errors_of_tensorboard()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write each metric as a scalar event."""
@@ -33,6 +36,18 @@ class TensorBoardSink(MetricsSink):
     def close(self, end_state: EndState) -> None:
         """Close the file of events."""
         self._events.close()
+
+
+@functools.cache
+def _print_no_errors_of_tensorboard() -> None:
+    """Print no traceback of an OSError in TensorBoard's thread: the next write raises it again."""
+    print_error = threading.excepthook
+
+    def hook(error: threading.ExceptHookArgs) -> None:
+        if not (type(error.thread).__module__.startswith("tensorboard") and isinstance(error.exc_value, OSError)):
+            print_error(error)
+
+    threading.excepthook = hook
 
 
 class CsvSink(MetricsSink):
