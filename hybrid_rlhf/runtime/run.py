@@ -61,7 +61,9 @@ from hybrid_rlhf.runtime.world import (
 DATA_FILE = "data.json"
 """Counts of the rows of the sources."""
 _START_FILES = (CONFIG_FILE, METRICS_FILE, LOG_FILE, PRODUCTS_FILE, DATA_FILE)
-"""Files that a start may write before its loop."""
+"""Files that a start may write before its first step is complete."""
+_GROWING = (METRICS_FILE, LOG_FILE)
+"""Those of them that are continued, not replaced."""
 _RESUME_MODES = ("never", "auto")
 """The values of `resume` that do not name a folder."""
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -458,15 +460,19 @@ def _warm_start(initial_resume: str, checkpoint: Path | None) -> Path | None:
 
 
 def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes | None]:
-    """Contents of files in a folder, by name; None for a file that does not exist."""
-    return {name: (folder / name).read_bytes() if (folder / name).exists() else None for name in names}
+    """Contents of files in a folder, by name, without those that grow; None for a file that does not exist."""
+    existing = {name for name in names if (folder / name).exists()}
+    return {
+        name: None if name not in existing else b"" if name in _GROWING else (folder / name).read_bytes()
+        for name in names
+    }
 
 
 def _restore(folder: Path, before: Mapping[str, bytes | None]) -> None:
-    """Remove files that did not exist, and restore the others; an older log is kept."""
+    """Remove files that did not exist, and restore the others, without those that grow."""
     for name, content in before.items():
         with contextlib.suppress(OSError):  # the user's error is the one to report
             if content is None:
                 (folder / name).unlink(missing_ok=True)
-            elif name != LOG_FILE:
+            elif name not in _GROWING:
                 write_whole(folder / name, content)
