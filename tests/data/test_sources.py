@@ -95,6 +95,7 @@ def test_a_table_without_rows_is_rejected(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("r.csv", "prompt;completion\nq;a\n", ":1: cells of a CSV file are separated by commas, got 'prompt;"),
         ("r.csv", 'prompt,completion\n"q\nq",a\nq\n', ":4: a row must have the 2 cells of the first line, got 1"),
         ("r.csv", 'prompt,completion\n"q\nr,a\n', ":2: a line must be CSV"),
         ("r.csv", "prompt,prompt\nq,a\n", ":1: the first line of a CSV file must name its columns, each once"),

@@ -191,6 +191,10 @@ def _csv_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
                     continue
                 if header is None:
                     header = cells
+                    if len(cells) == 1 and re.search("[;\t]", cells[0]):
+                        raise UserError(
+                            f"{location}: cells of a CSV file are separated by commas, got {cells[0]!r:.60}: convert it"
+                        )
                     if not all(cells) or len(set(cells)) < len(cells):
                         raise UserError(
                             f"{location}: the first line of a CSV file must name its columns, each once, got "
