@@ -20,7 +20,7 @@ test: $(VENV)/.test
 # Whole runs from a browser or a terminal, kernels compiled for a GPU, and environments of verifiers.
 slow: override ARGS := -m "slow and not gpu and not faults and not wheel" $(ARGS)
 slow: test $(VENV)/.verifiers
-	HF_HUB_OFFLINE=1 $(VENV)/verifiers/bin/python -m pytest tests/rl/test_verifiers.py
+	CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(VENV)/verifiers/bin/python -m pytest tests/rl/test_verifiers.py
 
 # Checks every model type of transformers' causal-LM mapping, in minutes, and writes docs/models.md.
 families: $(VENV)/.test

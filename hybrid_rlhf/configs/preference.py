@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Literal
 
-from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, require, setting
+from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, named_paths, require, setting
 from hybrid_rlhf.configs.sections.run import SupervisedConfig
 
 
@@ -123,9 +123,9 @@ class PreferenceStepConfig(SupervisedConfig):
         )
 
     @property
-    def model_paths(self) -> list[str | None]:
+    def model_paths(self) -> list[str]:
         """The model that learns and its reference."""
-        return [self.model.path, None if self.reference is None else self.reference.path]
+        return named_paths(self.model.path, None if self.reference is None else self.reference.path)
 
     @property
     def holds_reference(self) -> bool:

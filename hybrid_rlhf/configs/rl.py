@@ -32,6 +32,7 @@ from hybrid_rlhf.configs.sections.rules import (
     Share,
     ShareBelowOne,
     advanced,
+    named_paths,
     require,
     require_defaults,
     setting,
@@ -457,11 +458,11 @@ class RLConfig(StepConfig):
         return self.actor.lora is not None and reference_path == actor_path and not self.reference.refresh_every
 
     @property
-    def model_paths(self) -> list[str | None]:
+    def model_paths(self) -> list[str]:
         """The actor, the other roles and the reward models."""
         roles = (self.model, self.critic, self.reference, self.teacher)
         rewards = (component.model for component in self.reward.named)
-        return [*(role.path for role in roles if role is not None), *rewards]
+        return named_paths(*(role.path for role in roles if role is not None), *rewards)
 
     @property
     def critic_start(self) -> str | None:

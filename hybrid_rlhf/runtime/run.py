@@ -44,7 +44,7 @@ from hybrid_rlhf.runtime.observability.formatting import format_value
 from hybrid_rlhf.runtime.observability.logs import close_log_file, log_thread_to, log_to_file, logger, setup_logging
 from hybrid_rlhf.runtime.observability.metrics import METRICS_FILE, SINKS, MetricsWriter, read_metrics
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
-from hybrid_rlhf.runtime.observability.sinks.sink import EndState, TrackedRun, require_installed
+from hybrid_rlhf.runtime.observability.sinks.sink import IDS_FILE, EndState, TrackedRun, require_installed
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.product_backend import RECORD as PRODUCTS_FILE
@@ -60,7 +60,9 @@ from hybrid_rlhf.runtime.world import (
 
 DATA_FILE = "data.json"
 """Counts of the rows of the sources."""
-_START_FILES = (CONFIG_FILE, METRICS_FILE, LOG_FILE, PRODUCTS_FILE, DATA_FILE)
+_SETTINGS_FILES = (CONFIG_FILE, METRICS_FILE, IDS_FILE)
+"""Files that make a folder that of a run which has started."""
+_START_FILES = (*_SETTINGS_FILES, LOG_FILE, PRODUCTS_FILE, DATA_FILE)
 """Files that a start may write before its first step is complete."""
 _GROWING = (METRICS_FILE, LOG_FILE)
 """Those of them that are continued, not replaced."""
@@ -216,7 +218,7 @@ class Run:
             self._alerts.send(ending.end_state, ending.text, step=self._last_step)
             self._alerts.close()
         if ending.end_state in ("failed", "stalled"):  # the last line of the log, which the board shows
-            log_to_file(f"error: {ending.text}" + f" ({ending.place})" * bool(ending.place))
+            log_to_file(self.folder / LOG_FILE, f"error: {ending.text}" + f" ({ending.place})" * bool(ending.place))
 
 
 @contextlib.contextmanager
@@ -293,7 +295,7 @@ def start_run(
             if run is None or not run.in_loop:
                 _restore(folder, before)
             elif not run.has_stepped and not (folder / CHECKPOINTS).exists():
-                _restore(folder, {name: before[name] for name in (CONFIG_FILE, METRICS_FILE) if name in before})
+                _restore(folder, {name: before[name] for name in _SETTINGS_FILES if name in before})
             raise
         finally:
             close_log_file()
@@ -460,19 +462,21 @@ def _warm_start(initial_resume: str, checkpoint: Path | None) -> Path | None:
 
 
 def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes | None]:
-    """Contents of files in a folder, by name, without those that grow; None for a file that does not exist."""
+    """Contents of files in a folder, by name; None for a file that does not exist. Existing ones that grow are left
+    out."""
     existing = {name for name in names if (folder / name).exists()}
     return {
-        name: None if name not in existing else b"" if name in _GROWING else (folder / name).read_bytes()
+        name: (folder / name).read_bytes() if name in existing else None
         for name in names
+        if not (name in existing and name in _GROWING)
     }
 
 
 def _restore(folder: Path, before: Mapping[str, bytes | None]) -> None:
-    """Remove files that did not exist, and restore the others, without those that grow."""
+    """Remove files that did not exist, and restore the others."""
     for name, content in before.items():
         with contextlib.suppress(OSError):  # the user's error is the one to report
             if content is None:
                 (folder / name).unlink(missing_ok=True)
-            elif name not in _GROWING:
+            else:
                 write_whole(folder / name, content)

@@ -64,7 +64,7 @@ _Conversation = Annotated[_Objects, Field(min_length=1)]
 
 
 def _named_function(tool: dict[str, Any]) -> dict[str, Any]:
-    function = tool.get("function")
+    function = tool.get("function", tool)  # templates take a function alone too
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise PydanticCustomError("tool", "be {type: function, function: {name: ...}}")
     return tool
@@ -294,8 +294,8 @@ class ChatBody(GenerationBody, TemplateBody):
         try:
             require_template_variables(self.chat_template_kwargs or {})
         except UserError as error:
-            key, _, rule = str(error).partition(" ")
-            raise KeyRejected(key, rule) from None
+            key = "chat_template_kwargs"
+            raise KeyRejected(key, str(error).removeprefix(f"{key} ")) from None
         _required_tools(self.tools or [], self.tool_choice)
         if self.continue_final_message and self.messages[-1].get("role") != "assistant":
             raise KeyRejected(
@@ -452,8 +452,9 @@ def _required_tools(tools: Sequence[dict[str, Any]], choice: Any) -> list[dict[s
     """
     if choice in (None, "auto", "none"):
         return []
+    known = [tool for tool in tools if "function" in tool]
     if choice == "required":
-        chosen = list(tools)
+        chosen = known
     else:
         function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
         name = function.get("name") if isinstance(function, dict) else None
@@ -462,7 +463,7 @@ def _required_tools(tools: Sequence[dict[str, Any]], choice: Any) -> list[dict[s
                 "tool_choice",
                 f"must be auto, none, required or a function by name, got {choice!r:.80}: change it",
             )
-        chosen = [tool for tool in tools if tool["function"]["name"] == name]
+        chosen = [tool for tool in known if tool["function"]["name"] == name]
     if not chosen:
         raise KeyRejected("tool_choice", f"must have a function among tools, got {choice!r:.80}: add its tool")
     return chosen

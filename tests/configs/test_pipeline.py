@@ -155,6 +155,18 @@ def test_a_model_that_a_later_step_lacks_is_refused_before_the_first_step(
     assert refused(f"{BASE} {options}").startswith(message) and not started
 
 
+def test_models_that_a_step_can_load_are_no_mistake(
+    started: list[Any], cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of the name `embedded`, one below the home folder that a step writes, and one that is not loaded."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "embedded").mkdir()
+    leave_model(tmp_path / "warm")
+    cli(f"train --base_model embedded {DATA} --rl.critic.path ~/output/step2_reward")
+    cli(f"train --base_model ./gone {DATA} --steps sft --sft.resume warm --output_dir other")
+    assert len(started) == 4
+
+
 def test_too_few_prompts_are_refused_before_the_first_step(
     started: list[Any], refused: Refused, cli: CommandLine, tmp_path: Path
 ) -> None:

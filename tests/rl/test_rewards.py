@@ -29,7 +29,7 @@ from hybrid_rlhf.rl.rewards import CompletionTexts, Reward, RewardReport, build_
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.models import ModelReward, RetokenizingModelReward
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.errors import user_error
 from tests.support.ranks import run_ranks
 from tests.support.rewards import function_reward, score_completions
@@ -95,13 +95,14 @@ def test_components_are_weighted_and_summed(tmp_path: Path, log_lines: list[str]
         function_reward(tmp_path, body, name=f"p{i}", weight=w)
         for i, (body, w) in enumerate(zip(bodies, weights, strict=True))
     ]
-    report = score_completions(*parts)
+    reward = Reward(parts, solo_world(CPU))
+    report, _ = (rewarded(reward, rollout_of_rows(), MICRO_BATCH_ROWS, COMPLETIONS) for _ in range(2))
     assert report.scores.tolist() == pytest.approx([1 - 0.5, 2 - 1, 3, -2, 5 - 2.5]), "no opinion adds nothing"
     assert report.metrics["reward/p0/mean"] == pytest.approx(2.2), "its own scores, before the weight"
     assert report.metrics["reward/p1/mean"] == 3.0 and report.metrics["reward/p3/mean"] == pytest.approx(2.2)
     assert "reward/p2/mean" not in report.metrics
     (line,) = log_lines
-    assert "reward component p2 gives None for all 5 completions" in line, "nothing else says so"
+    assert "reward component p2 gives None for all 5 completions" in line
 
 
 def test_answers_are_what_the_data_says_and_the_actor_said() -> None:

@@ -202,22 +202,31 @@ def test_a_run_resumes_from_its_initial_checkpoint_until_it_has_its_own(
 
 
 def test_an_error_before_the_end_of_the_first_step_restores_the_config(tmp_path: Path) -> None:
-    def start(resume: str = "never", *, steps: int | None = None) -> None:
-        with user_error("an error"), start_run(sft_config(tmp_path, resume)) as run:
-            (tmp_path / "config.yaml").write_text("seed: 2\n")
+    def start(resume: str = "never", *, steps: int | None = None, error: type[BaseException] = UserError) -> None:
+        with pytest.raises(error, match="an error"), start_run(sft_config(tmp_path, resume)) as run:
+            for name in ("config.yaml", "sinks.json"):
+                (tmp_path / name).write_text("seed: 2\n")
             if steps is not None:
                 run.open_metrics(None)
                 for step in range(steps + 1):
                     run.log(step, {})
-            raise UserError("an error")
+            raise error("an error")
+
+    def is_unfinished() -> bool:
+        return "unfinished run" in refused(claim, tmp_path)
 
     start()
     start(steps=0)
     assert "an error" in (tmp_path / LOG_FILE).read_text(), "the log of a run that has begun stays"
+    assert not (tmp_path / "sinks.json").exists(), "the next start is another run of the trackers"
+    start(steps=0, error=KeyboardInterrupt)
     start(steps=1)
-    assert (tmp_path / "config.yaml").read_text() == "seed: 2\n"
-    with user_error("unfinished run"):
-        claim(tmp_path)
+    assert (tmp_path / "config.yaml").read_text() == "seed: 2\n" and is_unfinished()
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "checkpoints").mkdir()
+    start(steps=0)
+    assert is_unfinished(), "a checkpoint within the first step"
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     start("auto")
     assert (tmp_path / "config.yaml").read_text() == "seed: 1\n", "the same when it resumes"

@@ -97,9 +97,11 @@ class RunSummaries:
             problem = _logged_error(run.folder) or _death(run.folder, owner)
         else:
             error = None if has_ended else _logged_error(run.folder)
-            problem = error or problem
-            state = "broken" if problem else "finished" if has_ended else "stopped"
-            problem = error or _printed_error(run.folder) or problem if state == "broken" else problem
+            state = "broken" if error or problem else "finished" if has_ended else "stopped"
+            if state == "broken":
+                printed = _printed_error(run.folder)
+                is_newer = (_changed(run.folder / BOARD_LOG) or 0.0) > (_changed(run.folder / LOG_FILE) or 0.0)
+                problem = (printed or error if is_newer else error or printed) or problem
         most = _text_or_number(config, "train", "max_steps")
         return {
             "id": run.id,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from hybrid_rlhf.configs.commands.data import SplitConfig
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.atomic import output_file
 from hybrid_rlhf.runtime.files.reading import user_path
@@ -27,9 +27,10 @@ def main(config: SplitConfig) -> None:
     }
     try:
         counts = split_rows(config.path, outputs, config.shares, by=config.by, seed=config.seed)
-    except UserError:
+    except BaseException:
         if is_new:
-            folder.rmdir()
+            with suppress(OSError):
+                folder.rmdir()
         raise
     document = {"parts": {name: {"rows": counts[name], "path": str(file)} for name, file in outputs.items()}}
     print_result(document, "\n".join(f"{counts[name]:,} rows in {file}" for name, file in outputs.items()))

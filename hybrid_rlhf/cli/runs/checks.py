@@ -21,6 +21,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.runtime.command_line import parse_config, save_config, user_errors
+from hybrid_rlhf.runtime.files.reading import user_path
 
 _MODULE = "hybrid_rlhf.cli.runs.checks"
 
@@ -41,7 +42,7 @@ def check_steps(steps: Mapping[str, Any], log: Path) -> None:
         with _named(name):
             step.data.require_sources()
     check_sources(steps)
-    _check_models(steps)
+    _require_models(steps)
     shortages = RowProblems()
     for name, step in steps.items():
         with shortages.collected(), _named(name):
@@ -69,15 +70,19 @@ def check_sources(steps: Mapping[str, Any]) -> None:
                 peek(source)
 
 
-def _check_models(steps: Mapping[str, Any]) -> None:
-    """Check that each model exists; those that a step writes come later."""
+def _require_models(steps: Mapping[str, Any]) -> None:
+    """Require the models that steps load, but for those below a step's folder, which it writes, and those of a step
+    that starts from another run's."""
     from hybrid_rlhf.models.pretrained.names import require_model
 
-    written = [Path(step.output_dir).resolve() for step in steps.values()]
+    written = [Path(os.path.realpath(step.output_dir)) for step in steps.values()]
     for name, step in steps.items():
+        if step.resume not in ("never", "auto"):
+            continue
         with _named(name):
             for path in step.model_paths:
-                if path is not None and not any(Path(path).resolve().is_relative_to(folder) for folder in written):
+                place = Path(os.path.realpath(user_path(path)))
+                if not any(place.is_relative_to(folder) for folder in written):
                     require_model(path)
 
 

@@ -204,8 +204,14 @@ def require_template_variables(values: Mapping[str, Any]) -> None:
     require(not taken, f"chat_template_kwargs must not have what rendering sets, got {', '.join(taken)}: leave it out")
 
 
+def named_paths(*paths: str | None) -> list[str]:
+    """The paths that are not None."""
+    return [path for path in paths if path is not None]
+
+
 def require_jsonl(output: str) -> None:
-    """Raise UserError if a file of rows that is to be written has a name by which it is read as another format."""
+    """Raise UserError if a file of rows that is to be written has a name by which it is read as another format, as in
+    data/rows/files.py."""
     is_other = output.endswith((".json", ".csv", ".parquet", ".gz", ".zst"))
     require(not is_other, f"--output is written as JSONL, got {output}: give a name that ends in .jsonl")
 

@@ -244,8 +244,7 @@ class ChatTemplate:
                 chat_template=self._source,
                 add_generation_prompt=add_generation_prompt,
                 return_assistant_tokens_mask=self.marks_generation,
-                **self._variables,
-                **(variables or {}),
+                **{**self._variables, **(variables or {})},
             )
         except jinja2.TemplateSyntaxError as error:
             raise UserError(

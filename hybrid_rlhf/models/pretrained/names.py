@@ -23,6 +23,8 @@ def require_model(path: str) -> None:
     Raises:
         UserError: for any other path, and for a folder without a config.json.
     """
+    if path == EMBEDDED_MODEL:
+        return
     if "://" in path:
         raise UserError(
             f"a model must be a folder, a .gguf file or a hub name, got {redacted(path)}: download it first"

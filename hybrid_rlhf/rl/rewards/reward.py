@@ -92,7 +92,8 @@ class Reward:
         scores = [finish() for finish in pending]
         values, scored, failed = self._of_all_ranks(batches, scores, count)
         self._report_failures(scores, failed, may_drop_all)
-        self._report_silence(scored.sum(dim=1).tolist(), failed)
+        if not may_drop_all:
+            self._report_silence(scored, failed)
         dropped = self._dropped(failed)
         weights = torch.tensor([component.weight for component in self._components], dtype=torch.float32)
         return RewardReport(
@@ -105,10 +106,10 @@ class Reward:
             },
         )
 
-    def _report_silence(self, scored: Sequence[float], failed: Tensor) -> None:
-        """Warn once of each component that scores none of the completions."""
-        for component, count in zip(self._components, scored, strict=True):
-            if count or component.name in self._silent or bool(failed.any()):
+    def _report_silence(self, scored: Tensor, failed: Tensor) -> None:
+        """Warn once of each component that has failed for no completion of a rollout, but scores none."""
+        for component, of_rows in zip(self._components, (scored + failed).bool(), strict=True):
+            if bool(of_rows.any()) or component.name in self._silent:
                 continue
             self._silent.add(component.name)
             if self._world.is_main:
@@ -116,7 +117,7 @@ class Reward:
                     "reward component %s gives None for all %d completions, which adds 0 to their scores: check the "
                     "columns that it reads",
                     component.name,
-                    failed.shape[1],
+                    len(of_rows),
                 )
 
     def require_columns(self, rows: Callable[[], Iterable[Mapping[str, object]]]) -> None:

@@ -54,11 +54,13 @@ def log_thread_to(file: Path) -> None:
     logger.addHandler(handler)
 
 
-def log_to_file(text: str) -> None:
-    """Write a line to log.txt alone, for what the console shows otherwise."""
+def log_to_file(file: Path, text: str) -> None:
+    """Write a line to an open log file alone, for an error that the command prints itself. In any thread."""
     record = logger.makeRecord(LOGGER_NAME, logging.ERROR, "", 0, text, (), None)
-    for handler in [handler for handler in logger.handlers if isinstance(handler, _LogFile)]:
-        handler.handle(record)
+    for handler in list(logger.handlers):
+        if isinstance(handler, _LogFile) and handler.baseFilename == os.path.abspath(file):
+            record.thread = handler.thread or record.thread
+            handler.handle(record)
 
 
 def close_log_file() -> None:
