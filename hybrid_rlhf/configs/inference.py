@@ -16,7 +16,6 @@ from hybrid_rlhf.configs.sections.rules import (
     Settings,
     advanced,
     require,
-    require_jsonl,
     require_template_variables,
     setting,
 )
@@ -108,8 +107,6 @@ class GenerateConfig(InferenceConfig):
             self.prompt is not None or (self.input is not None and self.output is not None),
             "generate needs --prompt TEXT, or --input and --output with names of files: give one of the two",
         )
-        if self.output is not None:
-            require_jsonl(self.output)
 
 
 class ServerConfig(SavedModelConfig):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Literal
 
-from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, named_paths, require, setting
+from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, require, setting
 from hybrid_rlhf.configs.sections.run import SupervisedConfig
 
 
@@ -121,11 +121,6 @@ class PreferenceStepConfig(SupervisedConfig):
             self.algorithm.needs_reference or self.reference is None,
             f"algorithm {self.algorithm.name} has no reference, got the section reference: leave it out",
         )
-
-    @property
-    def model_paths(self) -> list[str]:
-        """The model that learns and its reference."""
-        return named_paths(self.model.path, None if self.reference is None else self.reference.path)
 
     @property
     def holds_reference(self) -> bool:

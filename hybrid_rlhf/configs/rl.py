@@ -32,7 +32,6 @@ from hybrid_rlhf.configs.sections.rules import (
     Share,
     ShareBelowOne,
     advanced,
-    named_paths,
     require,
     require_defaults,
     setting,
@@ -456,13 +455,6 @@ class RLConfig(StepConfig):
     def reads_without_adapters(self, reference_path: str | None, actor_path: str | None) -> bool:
         """Return True if the reference is the actor without its adapters; it must then not follow the actor."""
         return self.actor.lora is not None and reference_path == actor_path and not self.reference.refresh_every
-
-    @property
-    def model_paths(self) -> list[str]:
-        """The actor, the other roles and the reward models."""
-        roles = (self.model, self.critic, self.reference, self.teacher)
-        rewards = (component.model for component in self.reward.named)
-        return named_paths(*(role.path for role in roles if role is not None), *rewards)
 
     @property
     def critic_start(self) -> str | None:

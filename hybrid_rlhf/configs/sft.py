@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, Share, named_paths, require, setting
+from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, Share, require, setting
 from hybrid_rlhf.configs.sections.run import SupervisedConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_sampled
 
@@ -72,8 +72,3 @@ class SFTConfig(SupervisedConfig):
     data: SFTDataConfig = SFTDataConfig()
     condition: ConditionConfig | None = None
     distill: DistillConfig | None = None
-
-    @property
-    def model_paths(self) -> list[str]:
-        """The student and its teacher."""
-        return named_paths(self.model.path, None if self.distill is None else self.distill.teacher)

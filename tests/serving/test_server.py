@@ -248,7 +248,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
             "must be {type: function, function: {name: ...}}",
             "tools.0",
         ),
-        ({"chat_template_kwargs": {"messages": []}}, "must not have what rendering sets, got messages"),
+        ({"chat_template_kwargs": {"messages": []}}, "must not have what rendering sets, got messages", "messages"),
     ],
 }
 

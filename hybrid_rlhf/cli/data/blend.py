@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from hybrid_rlhf.configs.commands.data import BlendConfig
 from hybrid_rlhf.runtime.command_line import command
-from hybrid_rlhf.runtime.files.atomic import output_file
+from hybrid_rlhf.runtime.files.atomic import rows_file
 from hybrid_rlhf.runtime.output import print_result
 
 
 @command(BlendConfig, positional="sources")
 def main(config: BlendConfig) -> None:
     """Blend the sources, and print the number of rows from each."""
-    output = output_file(config.output, "--output", overwrite=config.overwrite)
+    output = rows_file(config.output, overwrite=config.overwrite)
     from hybrid_rlhf.data.preparation.blending import blend_rows
 
     taken = blend_rows(output, config.shares, rows=config.rows, seed=config.seed)

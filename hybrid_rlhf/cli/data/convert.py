@@ -6,7 +6,7 @@ import sys
 
 from hybrid_rlhf.configs.commands.data import ConvertConfig
 from hybrid_rlhf.runtime.command_line import command
-from hybrid_rlhf.runtime.files.atomic import output_file
+from hybrid_rlhf.runtime.files.atomic import rows_file
 from hybrid_rlhf.runtime.output import print_result
 
 SHOWN = 20
@@ -16,7 +16,7 @@ SHOWN = 20
 @command(ConvertConfig, positional="path")
 def main(config: ConvertConfig) -> None:
     """Convert a source; exit code 1 if a row cannot be converted and skip_bad is off."""
-    output = output_file(config.output, "--output", overwrite=config.overwrite)
+    output = rows_file(config.output, overwrite=config.overwrite)
     from hybrid_rlhf.data.preparation.conversion.converting import convert
 
     report = convert(config.path, output, format=config.format, ranked_as=config.ranked_as, skip_bad=config.skip_bad)

@@ -80,10 +80,19 @@ def _require_models(steps: Mapping[str, Any]) -> None:
         if step.resume not in ("never", "auto"):
             continue
         with _named(name):
-            for path in step.model_paths:
+            for path in filter(None, _model_paths(step)):
                 place = Path(os.path.realpath(user_path(path)))
                 if not any(place.is_relative_to(folder) for folder in written):
                     require_model(path)
+
+
+def _model_paths(step: Any) -> Iterator[str | None]:
+    """The models that a step loads, as the user has named them; None: not named."""
+    for name in ("model", "critic", "reference", "teacher"):
+        yield getattr(getattr(step, name, None), "path", None)
+    yield getattr(getattr(step, "distill", None), "teacher", None)
+    if isinstance(step, RLConfig):
+        yield from (component.model for component in step.reward.named)
 
 
 def load_user_code(config: RLConfig) -> None:

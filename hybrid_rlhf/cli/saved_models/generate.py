@@ -7,7 +7,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.inference import GenerateConfig
 from hybrid_rlhf.runtime.command_line import command
-from hybrid_rlhf.runtime.files.atomic import output_file, write_whole
+from hybrid_rlhf.runtime.files.atomic import rows_file, write_whole
 from hybrid_rlhf.runtime.output import print_result
 
 
@@ -20,7 +20,7 @@ def main(config: GenerateConfig) -> None:
     from hybrid_rlhf.data.rows.formats import read_prompt_row
     from hybrid_rlhf.data.rows.sources import open_source
 
-    output = None if config.output is None else output_file(config.output, "--output", overwrite=config.overwrite)
+    output = None if config.output is None else rows_file(config.output, overwrite=config.overwrite)
     located_rows = open_source(config.input) if config.input is not None else [("--prompt", {"prompt": config.prompt})]
     rows = [(row, read_prompt_row(place, row)) for place, row in located_rows]
     engine, tokenizer = load_engine(config)

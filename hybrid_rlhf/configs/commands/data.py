@@ -15,7 +15,6 @@ from hybrid_rlhf.configs.sections.rules import (
     Settings,
     advanced,
     require,
-    require_jsonl,
     require_template_variables,
 )
 
@@ -76,9 +75,6 @@ class ConvertConfig(_SourceConfig):
     overwrite: bool = False
     """Replace the output if it exists."""
 
-    def _check(self) -> None:
-        require_jsonl(self.output)
-
 
 class SplitConfig(_SourceConfig):
     """Split the rows of a source into files without prompts in common."""
@@ -134,7 +130,6 @@ class BlendConfig(Settings):
             len(set(paths)) == len(paths), f"a source is given once, got {' '.join(self.sources)}: keep one of each"
         )
         require(self.output, "--output must name a file, got none: give for example --output rows.jsonl")
-        require_jsonl(self.output)
 
     @property
     def shares(self) -> list[tuple[str, float]]:

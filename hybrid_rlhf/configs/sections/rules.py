@@ -35,11 +35,6 @@ FloatType = Literal["auto", "float32", "bfloat16", "float16"]
 Bounds = tuple[float, float]
 """Lower and upper bound."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_RENDERED = {
-    *("messages", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
-    "return_assistant_tokens_mask",
-}
-"""Variables of chat templates that the renderer sets."""
 _SIMILAR = 0.6
 """Smallest similarity of a name that is suggested."""
 
@@ -200,20 +195,6 @@ def require_template_variables(values: Mapping[str, Any]) -> None:
         f"chat_template_kwargs are names with texts, numbers, lists and mappings, got {values}: give for example "
         "{enable_thinking: false}",
     )
-    taken = sorted(_RENDERED & values.keys())
-    require(not taken, f"chat_template_kwargs must not have what rendering sets, got {', '.join(taken)}: leave it out")
-
-
-def named_paths(*paths: str | None) -> list[str]:
-    """The paths that are not None."""
-    return [path for path in paths if path is not None]
-
-
-def require_jsonl(output: str) -> None:
-    """Raise UserError if a file of rows that is to be written has a name by which it is read as another format, as in
-    data/rows/files.py."""
-    is_other = output.endswith((".json", ".csv", ".parquet", ".gz", ".zst"))
-    require(not is_other, f"--output is written as JSONL, got {output}: give a name that ends in .jsonl")
 
 
 def whole_number(value: Any) -> int:

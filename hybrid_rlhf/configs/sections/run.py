@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from hybrid_rlhf.configs.credentials import check_url, is_placeholder
 from hybrid_rlhf.configs.sections.data import DataConfig, RowDataConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
-from hybrid_rlhf.configs.sections.rules import Count, Seed, Settings, advanced, named_paths, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Seed, Settings, advanced, require, setting
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig, require_trainable
 
 SinkName = Literal["tensorboard", "csv", "wandb", "mlflow", "trackio"]
@@ -80,11 +80,6 @@ class StepConfig(Settings):
     data: DataConfig = DataConfig()
     logging: LoggingConfig = setting(LoggingConfig(), mutable=True)
     faults: FaultsConfig = setting(FaultsConfig(), mutable=True)
-
-    @property
-    def model_paths(self) -> list[str]:
-        """The models that the step loads, as far as the user has named them."""
-        return named_paths(self.model.path)
 
 
 class SupervisedConfig(StepConfig):

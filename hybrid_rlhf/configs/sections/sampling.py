@@ -64,9 +64,8 @@ class SamplingParams(Settings):
     """Seed of the sampling; null: a new one for each call."""
 
     def _check(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)  # lists from Python
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        # Python code may give a string or a list
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         require(
             self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < math.inf,
             f"temperature must be 0 (greedy) or a finite number of at least {_LEAST_TEMPERATURE:g}, got "

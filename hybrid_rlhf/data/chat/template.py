@@ -46,6 +46,11 @@ _NEAREST = {
     "observation": ("observation", "tool"),
 }
 """Replacements of each role, in order of preference, if the template supports them; otherwise user."""
+_RENDERED = {
+    *("messages", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+    "return_assistant_tokens_mask",
+}
+"""Variables that rendering sets."""
 _THINKING_OFF = " (thinking is off)"
 """Suffix of the key of reasoning that is not rendered because the generation prompt closes the thinking block."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -237,6 +242,11 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
+        taken = sorted(_RENDERED & (variables or {}).keys())
+        if taken:
+            raise UserError(
+                f"chat_template_kwargs must not have what rendering sets, got {', '.join(taken)}: leave it out"
+            )
         try:
             texts, spans = render_jinja_template(
                 conversations=[list(messages)],
