@@ -74,6 +74,14 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
         raise UserError(f"{type(model).__name__} has no adapters, {reason}: set lora to null")
     task = TaskType.CAUSAL_LM if architecture == "causal_lm" else TaskType.SEQ_CLS
     head = _head(model, architecture)
+    if isinstance(config.target_modules, list):
+        names = [f".{name}" for name, _ in model.named_modules()]
+        for target in config.target_modules:  # peft refuses them only if none matches
+            if not any(name.endswith(f".{target}") for name in names):
+                raise UserError(
+                    f"lora.target_modules {config.target_modules} does not fit (no module of {type(model).__name__} is "
+                    f"named {target}): name linear layers of the model"
+                )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # the same initial adapters, however the model was loaded
         with reading(f"lora.target_modules {config.target_modules} does not fit", "name linear layers of the model"):

@@ -37,6 +37,7 @@ from hybrid_rlhf.loop.setup import (
 )
 from hybrid_rlhf.loop.step import Step
 from hybrid_rlhf.runtime.files.checkpoint_folder import read_manifest
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import Callback, Run
 from hybrid_rlhf.supervised.calibration import calibrate, collect_calibration_data, require_held_out
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective, with_row_numbers
@@ -122,7 +123,10 @@ def run_reward(config: RewardConfig, callbacks: Sequence[Callback] = ()) -> None
         record_data(data.counts, run)
         if objective_config.calibrate:
             require_held_out(data.held_out, objective_config.heads)
-        objective_class = RewardLabelObjective if objective_config.loss in ("binary", "steps") else RewardPairObjective
+        learns_labels = objective_config.loss in ("binary", "steps")
+        if learns_labels:
+            _warn_of_one_label(data.train, run)
+        objective_class = RewardLabelObjective if learns_labels else RewardPairObjective
         objective = objective_class(objective_config, pad_token_id=pad_token(tokenizer), device=run.world.device)
         plan = _plan(config, run)
         steps = _steps(config, run, data.train, plan)
@@ -148,6 +152,8 @@ def run_preference(config: PreferenceStepConfig, callbacks: Sequence[Callback] =
         load = load_labelled_data if config.algorithm.learns_labels else load_preference_data
         data = load(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
         record_data(data.counts, run)
+        if config.algorithm.learns_labels:
+            _warn_of_one_label(data.train, run)
         train, held_out = (
             with_mismatched_completions(rows, max_length=config.data.max_length)
             if config.algorithm.learns_labels
@@ -176,6 +182,15 @@ def run_preference(config: PreferenceStepConfig, callbacks: Sequence[Callback] =
             objective, engine, train=train, held_out=held_out, plan=plan, config=config.train, run=run
         ).train()
         finish(run, {"": engine}, tokenizer)
+
+
+def _warn_of_one_label(train: RowSequence, run: Run) -> None:
+    labels = {label for of_row in train["labels"] for label in of_row} if run.world.is_main else set()
+    if len(labels) == 1:
+        logger.warning(
+            "all labels of the training data are %s: nothing is learned from the other kind, whose metrics are 0",
+            *labels,
+        )
 
 
 def _plan(config: SupervisedConfig, run: Run) -> BatchPlan:

@@ -36,6 +36,7 @@ def test_every_answer_for_a_name_of_trl_is_a_key() -> None:
         (RLConfig, {"beta": 0.1, "algorithm": "online_dpo"}, "unknown option --beta: the nearest is algorithm.beta"),
         (PipelineConfig, {"learning_rate": 1}, "give sft.optimizer.lr or reward.optimizer.lr"),
         (SFTConfig, {"wibble": 1}, "unknown option --wibble: --help lists the keys"),
+        (SFTConfig, {"optimizer.lr": 1}, "unknown option --optimizer.lr: write lr within optimizer"),
         (SFTConfig, {"optimizer": {"lrr": 1}}, "unknown option --optimizer.lrr: the nearest is optimizer.lr"),
         (
             RLConfig,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -32,6 +33,7 @@ from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import solo_world
+from hybrid_rlhf.supervised.build import _warn_of_one_label
 from hybrid_rlhf.supervised.preference import KTO, PAIR_LOSSES, PairLoss, PairSide, reference
 from hybrid_rlhf.supervised.preference.objectives import PreferenceLabelObjective, PreferencePairObjective
 from tests.support.commands import CommandLine
@@ -254,6 +256,15 @@ def test_an_update_on_pairs_is_the_loss_of_their_completions() -> None:
     (batch,) = live.prepare(engine, [live.collate(ROWS)])  # type: ignore[arg-type]
     assert not batch.ref_logprobs.requires_grad
     torch.testing.assert_close(batch.ref_logprobs, -0.2 * torch.tensor([3.0, 3.0, 12.0, 0.0, 5.0, 0.0]))
+
+
+def test_labels_of_one_kind_are_a_warning(log_lines: list[str]) -> None:
+    """Their metrics of the other kind, 0, look like perfect ones."""
+    run: Any = SimpleNamespace(world=solo_world(torch.device("cpu")))
+    for labels, lines in (([[True], [False]], 0), ([[True, True], [True]], 1)):
+        _warn_of_one_label(Dataset.from_dict({"labels": labels}), run)
+        assert len(log_lines) == lines
+    assert "all labels of the training data are True" in log_lines[0]
 
 
 def test_an_update_on_labels_has_one_reference_point() -> None:

@@ -351,15 +351,17 @@ def _hint(wrong: str, known: Sequence[str]) -> str:
     A key in an existing section is compared with the keys of that section, without the section's name.
     """
     section, _, leaf = wrong.rpartition(".")
+    if wrong in known:  # in a file
+        return f"write {leaf} within {section}"
     inside = [name for name in known if name.endswith(f".{wrong}")]
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     if exact := inside or same_leaf:
         return f"the nearest is {max(exact, key=lambda name: SequenceMatcher(None, wrong, name).ratio())}"
-    if (answer := trl_answer(wrong, known)) is not None:
+    if answer := trl_answer(wrong, known):
         return answer
     siblings = {name.rpartition(".")[2]: name for name in known if section and name.rpartition(".")[0] == section}
     nearest_name = siblings.get(nearest(leaf, siblings) or "") or nearest(wrong, known)
-    return "--help lists the keys" if nearest_name is None else f"the nearest is {nearest_name}"
+    return f"the nearest is {nearest_name}" if nearest_name else "--help lists the keys"
 
 
 def _place(layer: Layer) -> str:

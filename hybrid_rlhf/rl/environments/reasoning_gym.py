@@ -102,6 +102,7 @@ def main(words: list[str]) -> None:
     size = int(words[2])
     if file.exists():
         raise UserError(f"the file must not exist, {file} does: remove it, or name another")
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_rows(words[0], file, size=size, seed=int(words[3]) if len(words) > 3 else 0, **settings)
     print_result({"rows": size, "file": str(file)}, f"{size} rows in {file}")
 

@@ -127,6 +127,7 @@ def main(words: list[str]) -> None:
     file = Path(words[1])
     if file.exists():
         raise UserError(f"the file must not exist, {file} does: remove it, or name another")
+    file.parent.mkdir(parents=True, exist_ok=True)
     settings = read_settings(words[3]) if len(words) > 3 else {}
     rows = write_rows(words[0], file, count=int(count), settings=settings)
     print_result({"rows": rows, "file": str(file)}, f"{rows} rows in {file}")
