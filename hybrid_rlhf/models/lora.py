@@ -61,6 +61,11 @@ def choose_trained(
                 parameter.data = parameter.data.to(dtype)
 
 
+def modules_named(target: str, model: nn.Module) -> set[str]:
+    """Names of the modules that a name selects, as in peft: their whole names or their last parts."""
+    return {name for name, _ in model.named_modules() if f".{name}".endswith(f".{target}")}
+
+
 def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architecture, *, seed: int) -> None:
     """Inject adapters into a model and freeze the rest, except for a score head.
 
@@ -75,9 +80,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
     task = TaskType.CAUSAL_LM if architecture == "causal_lm" else TaskType.SEQ_CLS
     head = _head(model, architecture)
     if isinstance(config.target_modules, list):
-        names = [f".{name}" for name, _ in model.named_modules()]
         for target in config.target_modules:  # peft refuses them only if none matches
-            if not any(name.endswith(f".{target}") for name in names):
+            if not modules_named(target, model):
                 raise UserError(
                     f"lora.target_modules {config.target_modules} does not fit (no module of {type(model).__name__} is "
                     f"named {target}): name linear layers of the model"

@@ -464,12 +464,14 @@ def _warm_start(initial_resume: str, checkpoint: Path | None) -> Path | None:
 def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes | None]:
     """Contents of files in a folder, by name; None for a file that does not exist. Existing ones that grow are left
     out."""
-    existing = {name for name in names if (folder / name).exists()}
-    return {
-        name: (folder / name).read_bytes() if name in existing else None
-        for name in names
-        if not (name in existing and name in _GROWING)
-    }
+    contents: dict[str, bytes | None] = {}
+    for name in names:
+        file = folder / name
+        if not file.exists():
+            contents[name] = None
+        elif name not in _GROWING:
+            contents[name] = file.read_bytes()
+    return contents
 
 
 def _restore(folder: Path, before: Mapping[str, bytes | None]) -> None:

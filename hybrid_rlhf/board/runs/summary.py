@@ -94,9 +94,9 @@ class RunSummaries:
             problem = None if step is None else problem
         elif owner is not None:
             state = "killed"
-            problem = _logged_error(run.folder) or _death(run.folder, owner)
+            problem = self._logged_error(run) or _death(run.folder, owner)
         else:
-            error = None if has_ended else _logged_error(run.folder)
+            error = None if has_ended else self._logged_error(run)
             state = "broken" if error or problem else "finished" if has_ended else "stopped"
             if state == "broken":
                 printed = _printed_error(run.folder)
@@ -133,6 +133,13 @@ class RunSummaries:
             return self._read(file, _line_of)
         except OSError as error:
             return None, f"{METRICS_FILE} cannot be read ({error.strerror})"
+
+    def _logged_error(self, run: RunFolder) -> str | None:
+        """The error that ended a run; read again when its log changes."""
+        try:
+            return self._read(run.folder / LOG_FILE, _error_of)[1]
+        except OSError:
+            return None
 
     def _read(self, file: Path, read: Callable[[Path], tuple[ContentT, str | None]]) -> tuple[ContentT, str | None]:
         status = file.lstat()
@@ -243,11 +250,11 @@ def _printed_error(folder: Path) -> str | None:
     return next((line[:1000] for line in reversed(lines) if line.startswith("error: ")), None)
 
 
-def _logged_error(folder: Path) -> str | None:
-    """The error that ended a run, which is the last line of its log; None without one."""
-    lines = (_end_of(folder / LOG_FILE) or "").splitlines()
+def _error_of(log: Path) -> tuple[None, str | None]:
+    """The error in the last line of a log."""
+    lines = (_end_of(log) or "").splitlines()
     error = _ERROR_LINE.fullmatch(lines[-1]) if lines else None
-    return None if error is None else error[1][:1000]
+    return None, None if error is None else error[1][:1000]
 
 
 def _beats_elsewhere(folder: Path, owner: LockOwner | None) -> bool:

@@ -6,7 +6,6 @@ import sys
 
 from hybrid_rlhf.configs.commands.data import ConvertConfig
 from hybrid_rlhf.runtime.command_line import command
-from hybrid_rlhf.runtime.files.atomic import rows_file
 from hybrid_rlhf.runtime.output import print_result
 
 SHOWN = 20
@@ -16,9 +15,10 @@ SHOWN = 20
 @command(ConvertConfig, positional="path")
 def main(config: ConvertConfig) -> None:
     """Convert a source; exit code 1 if a row cannot be converted and skip_bad is off."""
-    output = rows_file(config.output, overwrite=config.overwrite)
     from hybrid_rlhf.data.preparation.conversion.converting import convert
+    from hybrid_rlhf.data.rows.files import rows_file
 
+    output = rows_file(config.output, overwrite=config.overwrite)
     report = convert(config.path, output, format=config.format, ranked_as=config.ranked_as, skip_bad=config.skip_bad)
     failed = bool(report.problems.count) and not config.skip_bad
     lines = problem_lines(report.problems.texts, report.problems.count)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.inference import GenerateConfig
 from hybrid_rlhf.runtime.command_line import command
-from hybrid_rlhf.runtime.files.atomic import rows_file, write_whole
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.output import print_result
 
 
@@ -16,7 +16,7 @@ def main(config: GenerateConfig) -> None:
     """Complete the prompts, and print or write them."""
     from hybrid_rlhf.cli.saved_models.loading import load_engine
     from hybrid_rlhf.data.chat.conversation import encode_prompt
-    from hybrid_rlhf.data.rows.files import json_line
+    from hybrid_rlhf.data.rows.files import json_line, rows_file
     from hybrid_rlhf.data.rows.formats import read_prompt_row
     from hybrid_rlhf.data.rows.sources import open_source
 

@@ -21,6 +21,7 @@ import pyarrow
 import pyarrow.parquet
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.files.atomic import output_file
 from hybrid_rlhf.runtime.files.reading import NotJSON, not_text, parse_json
 
 Row = dict[str, Any]
@@ -46,6 +47,17 @@ def plain_name(path: Path) -> str:
     pattern."""
     name = Path(path.stem).stem if path.suffix in _COMPRESSED else path.stem
     return re.sub(r"[*?\[\]]+", "", name).strip("-_.") or "rows"
+
+
+def rows_file(path: str, *, overwrite: bool) -> Path:
+    """The path of a new JSONL file, the argument `--output`; creates its folder.
+
+    Raises:
+        UserError: as `output_file`, and for a name by which it is read as another format.
+    """
+    if path.endswith(tuple({*FILE_TYPES, *_COMPRESSED} - {".jsonl"})):
+        raise UserError(f"--output is written as JSONL, got {path}: give a name that ends in .jsonl")
+    return output_file(path, "--output", overwrite=overwrite)
 
 
 def read_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from hybrid_rlhf.configs.errors import UserError
@@ -85,6 +86,19 @@ def read_environment(config: EnvironmentConfig) -> EnvironmentFactory:
             "fix it"
         )
     return EnvironmentFactory(cast(Callable[[], Environment], partial(kind, **config.options)), tuple(stops))
+
+
+def new_rows_file(path: str) -> Path:
+    """The path of a file of an environment's rows, from the command line; creates its folder.
+
+    Raises:
+        UserError: if the file exists.
+    """
+    file = Path(path)
+    if file.exists():
+        raise UserError(f"the file must not exist, {file} does: remove it, or name another")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
 
 
 def read_settings(text: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.rl.environments.environment import StepResult, read_settings, with_instruction
+from hybrid_rlhf.rl.environments.environment import StepResult, new_rows_file, read_settings, with_instruction
 from hybrid_rlhf.runtime.output import print_result
 
 try:
@@ -98,11 +98,8 @@ def main(words: list[str]) -> None:
             "words"
         )
     settings = read_settings(words[4]) if len(words) == 5 else {}
-    file = Path(words[1])
+    file = new_rows_file(words[1])
     size = int(words[2])
-    if file.exists():
-        raise UserError(f"the file must not exist, {file} does: remove it, or name another")
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_rows(words[0], file, size=size, seed=int(words[3]) if len(words) > 3 else 0, **settings)
     print_result({"rows": size, "file": str(file)}, f"{size} rows in {file}")
 

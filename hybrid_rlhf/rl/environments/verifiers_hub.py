@@ -20,7 +20,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.loop.user_code import describe_error
-from hybrid_rlhf.rl.environments.environment import read_settings
+from hybrid_rlhf.rl.environments.environment import new_rows_file, read_settings
 from hybrid_rlhf.runtime.output import print_result
 
 try:
@@ -124,10 +124,7 @@ def main(words: list[str]) -> None:
         raise UserError(
             f"the line must be NAME FILE.jsonl [COUNT] [SETTINGS as JSON], got {' '.join(words)!r}: write these words"
         )
-    file = Path(words[1])
-    if file.exists():
-        raise UserError(f"the file must not exist, {file} does: remove it, or name another")
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file = new_rows_file(words[1])
     settings = read_settings(words[3]) if len(words) > 3 else {}
     rows = write_rows(words[0], file, count=int(count), settings=settings)
     print_result({"rows": rows, "file": str(file)}, f"{rows} rows in {file}")

@@ -91,17 +91,6 @@ def restore_folders(parent: Path, pattern: str = "") -> None:
         shutil.rmtree(beside)
 
 
-def rows_file(path: str, *, overwrite: bool) -> Path:
-    """The path of a new JSONL file, the argument `--output`; creates its folder.
-
-    Raises:
-        UserError: as `output_file`, and for a name by which it is read as another format (data/rows/files.py).
-    """
-    if path.endswith((".json", ".csv", ".parquet", ".gz", ".zst")):
-        raise UserError(f"--output is written as JSONL, got {path}: give a name that ends in .jsonl")
-    return output_file(path, "--output", overwrite=overwrite)
-
-
 def output_file(path: str | Path, key: str, *, overwrite: bool) -> Path:
     """The path of a new file; creates its folder.
 
