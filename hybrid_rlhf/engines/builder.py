@@ -298,12 +298,6 @@ def _require_experts_trainable(spec: EngineSpec, dtype: torch.dtype, zero: dict[
             f"model.expert_parallel {size} trains no adapters of experts, got lora.target_modules all-linear: name "
             "other layers, such as [q_proj, k_proj, v_proj, o_proj]"
         )
-    # DeepSpeed's optimizer without ZeRO leaves experts out of the gradient norm
-    if spec.optimizer is not None and lora is None and zero["stage"] == 0 and dtype != torch.float32:
-        raise UserError(
-            f"model.expert_parallel {size} trains in float32 or under ZeRO, got {dtype} with zero.stage 0: set "
-            "zero.stage to 1, 2 or 3"
-        )
     for key in ("zero_hpz_partition_size", "zero_quantized_gradients"):
         if zero.get(key, 1) not in (1, False):
             raise UserError(

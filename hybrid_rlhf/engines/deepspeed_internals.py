@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.module_inject import layers
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -30,9 +31,6 @@ from torch.distributed import distributed_c10d
 from hybrid_rlhf.models.weight_split import SplitRanks, WeightSplit, note_split, split_of
 from hybrid_rlhf.runtime.world import World
 
-_BF16_MASTER_PARTITIONS = "fp32_groups_flat_partition"
-"""Attribute with the master weights of DeepSpeed's bfloat16 optimizer without ZeRO, which partitions them over
-ranks."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -205,12 +203,17 @@ def swaps_optimizer_states(engine: DeepSpeedEngine) -> bool:
 
 def partitions_optimizer_states(engine: DeepSpeedEngine) -> bool:
     """True if each rank keeps optimizer states for only a part of the weights."""
-    return engine.zero_optimization_stage() > 0 or hasattr(engine.optimizer, _BF16_MASTER_PARTITIONS)
+    return bool(engine.zero_optimization_stage() > 0)
 
 
-def zero3_master_weights(engine: DeepSpeedEngine) -> list[Tensor]:
-    """Return this rank's master weights under ZeRO-3, one flat tensor per parameter group."""
-    return list(engine.optimizer.fp32_partitioned_groups_flat)
+def master_partitions(engine: DeepSpeedEngine) -> list[Tensor]:
+    """Return this rank's master weights under ZeRO, one flat tensor per parameter group."""
+    optimizer: Any = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        return list(optimizer.fp32_partitioned_groups_flat)
+    if reduces_gradients_once(engine):
+        return list(optimizer.fp32_groups_flat_partition)
+    return list(optimizer.single_partition_of_fp32_groups)
 
 
 def optimizer_slice(engine: DeepSpeedEngine, parameter: nn.Parameter) -> OptimizerSlice | None:
@@ -223,15 +226,14 @@ def optimizer_slice(engine: DeepSpeedEngine, parameter: nn.Parameter) -> Optimiz
         if elements <= 0:  # the last partitions may be padding
             return None
         return OptimizerSlice(optimizer.fp32_partitioned_groups_flat[group], start, offset, elements)
-    if hasattr(parameter, "_hp_mapping"):  # stages 1 and 2, and bfloat16 without ZeRO
+    if hasattr(parameter, "_hp_mapping"):  # stages 1 and 2
         mapping: Any = parameter._hp_mapping
         if mapping is None:
             return None
-        name = "single_partition_of_fp32_groups" if engine.zero_optimization_stage() else _BF16_MASTER_PARTITIONS
-        flat = getattr(optimizer, name)[mapping.param_group_index]
+        flat = master_partitions(engine)[mapping.param_group_index]
         here = mapping.hp_fragment_address
         return OptimizerSlice(flat, here.start, mapping.lp_fragment_address.start, here.numel)
-    return OptimizerSlice(_master_weight(optimizer, parameter), 0, 0, parameter.numel())
+    return OptimizerSlice(parameter, 0, 0, parameter.numel())
 
 
 @dataclass(frozen=True)
@@ -283,18 +285,6 @@ def muon_momentum(engine: DeepSpeedEngine, parameter: nn.Parameter, place: Optim
     return MomentumSlice(momentum[place.start : place.start + place.elements], place.offset, is_copy=False)
 
 
-def _master_weight(optimizer: Any, parameter: nn.Parameter) -> Tensor:
-    """Return the float32 master weight of a parameter without ZeRO, or the parameter if there is none."""
-    return next((master for weight, master in _weights_and_masters(optimizer) if weight is parameter), parameter)
-
-
-def _weights_and_masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield weights and their float32 master weights, without ZeRO."""
-    pairs = zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=True)
-    for weights, masters in pairs:
-        yield from zip(weights, masters, strict=True)
-
-
 def copy_master_weights_to_model(engine: DeepSpeedEngine) -> None:
     """Update the model's weights from the master weights. Every rank must make this call."""
     optimizer: Any = engine.optimizer
@@ -305,9 +295,40 @@ def copy_master_weights_to_model(engine: DeepSpeedEngine) -> None:
         optimizer.checkpoint_event_epilogue()
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
-    elif hasattr(optimizer, "fp32_groups"):
-        for weight, master in _weights_and_masters(optimizer):
-            weight.data.copy_(master.data)
+
+
+# -- gradients of bfloat16's optimizer, stage 1 with float32 gradients
+
+
+def reduces_gradients_once(engine: DeepSpeedEngine) -> bool:
+    """True if the engine has bfloat16's optimizer, which sums whole gradients on each rank and reduces them in the
+    order of the weights, once per update."""
+    return isinstance(engine.optimizer, BF16_Optimizer)
+
+
+def allocate_gradients(engine: DeepSpeedEngine) -> None:
+    """Allocate the float32 gradients of bfloat16's optimizer, zero, unless they are; other optimizers allocate theirs.
+
+    Its norm leaves out a weight without a gradient on this rank, though another rank may have one: all count here.
+    """
+    if reduces_gradients_once(engine):
+        for flat, received in zip(
+            engine.optimizer.fp32_groups_gradients_flat, engine.optimizer.fp32_groups_has_gradients, strict=True
+        ):
+            received[:] = [True] * len(received)
+            if not flat.untyped_storage().size():
+                flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+                flat.zero_()
+
+
+def release_gradients(engine: DeepSpeedEngine) -> None:
+    """Free the float32 gradients of bfloat16's optimizer, which keeps views of them between updates."""
+    if reduces_gradients_once(engine):
+        for flat, masters in zip(
+            engine.optimizer.fp32_groups_gradients_flat, engine.optimizer.fp32_groups_flat_partition, strict=True
+        ):
+            masters.grad = None
+            flat.untyped_storage().resize_(0)
 
 
 # -- counters and the loss scale

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rlhf.engines.deepspeed_internals import (
+    allocate_gradients,
     disable_gradient_allreduce,
     engine_ranks,
     free_weights,
     full_shape,
     model_step,
+    release_gradients,
     replace_model_step,
     set_grad_norm,
     skip_model_step,
@@ -207,6 +209,7 @@ class ModelEngine:
         # DeepSpeed averages over the ranks with the same weights; multiplied by their number, this is a sum.
         tensor_ranks = self._options.tensor_ranks
         averaged = self.world.size if tensor_ranks is None else tensor_ranks.replicas.size
+        allocate_gradients(self.deepspeed_engine)
         with self._ranks():
             self.deepspeed_engine.backward(total * (averaged / max(count, 1.0)), scale_wrt_gas=False)
 
@@ -230,8 +233,10 @@ class ModelEngine:
     def step(self) -> UpdateStats:
         """Apply the accumulated gradient, step the schedule, and clear the gradient."""
         lr = float(self._engine.get_lr()[0])
+        allocate_gradients(self.deepspeed_engine)
         with self._ranks(), self._options.compiled(self.world.device):
             self.deepspeed_engine.step()
+        release_gradients(self._engine)
         # with Muon under ZeRO, DeepSpeed's norm is that of the updates
         reports = not self._options.muon or self._engine.zero_optimization_stage() == 0
         norm = self._engine.get_global_grad_norm() if reports else None

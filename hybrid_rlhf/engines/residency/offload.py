@@ -22,7 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
 
-from hybrid_rlhf.engines.deepspeed_internals import wrapped_optimizer, zero3_master_weights
+from hybrid_rlhf.engines.deepspeed_internals import wrapped_optimizer, master_partitions
 
 _GRADIENTS = (OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer)
 
@@ -99,7 +99,7 @@ class OffloadedStates:
         for states in wrapped_optimizer(self._engine).state.values():
             yield from (value for value in states.values() if isinstance(value, Tensor) and value.dim())
         if self._stage == 3:
-            yield from zero3_master_weights(self._engine)
+            yield from master_partitions(self._engine)
 
     def _through_deepspeed(self) -> tuple[OffloadStateTypeEnum, ...]:
         if self._stage == 0:

@@ -1,0 +1,225 @@
+"""Training in bfloat16 and float16, as users run it on GPUs, against float32 and one rank: losses, norms, updates, and
+the sum of gradients. The tests of layouts elsewhere compare float32, where DeepSpeed has other optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engines import builder
+from hybrid_rlhf.engines.builder import build_actor
+from hybrid_rlhf.engines.deepspeed_internals import optimizer_slice
+from hybrid_rlhf.engines.ds_config import deepspeed_config
+from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.functional.losses import sft_loss
+from hybrid_rlhf.models.pretrained.loading import DTYPES
+from hybrid_rlhf.runtime.world import World
+from tests.support.engines import actor_spec, token_rows
+from tests.support.errors import user_error
+from tests.support.families import variant
+from tests.support.marks import faults, slow
+from tests.support.ranks import run_ranks
+from tests.support.tiny import save_tiny, tiny_model
+
+UPDATES = 15
+Case = dict[str, Any]
+"""Settings of `actor_spec`; `sequence` and `experts`: numbers of ranks that share rows or experts."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model and a mixture."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny(folder / "dense", tiny_model())
+    save_tiny(folder / "mixture", variant("qwen3_moe"))
+    return folder
+
+
+def float16_here() -> None:
+    """Let this process train in float16 on its CPU, which DeepSpeed refuses."""
+    get_accelerator().is_fp16_supported = lambda: True
+    builder.training_dtype = lambda model, device: DTYPES[model.dtype]  # type: ignore[attr-defined]
+
+
+def built(path: Path, world: World, sequence: int = 1, experts: int = 1, **settings: Any) -> HybridEngine:
+    """An actor that clips its gradients in every update, but with Muon."""
+    if settings.get("dtype") == "float16":
+        float16_here()
+    spec = actor_spec(path, **settings)
+    assert spec.optimizer is not None
+    clips = 0.0 if spec.optimizer.name == "muon" else 0.5
+    return build_actor(
+        replace(
+            spec,
+            model=replace(spec.model, sequence_parallel=sequence, expert_parallel=experts),
+            optimizer=OptimizerConfig(
+                name=spec.optimizer.name, lr=1e-3, schedule="constant", warmup_fraction=0.0, max_grad_norm=clips
+            ),
+        ),
+        world,
+    )
+
+
+def masters(engine: HybridEngine) -> list[Tensor]:
+    """This rank's parts of the float32 weights."""
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    places = [optimizer_slice(engine.deepspeed_engine, parameter) for parameter in trained]
+    return [
+        place.flat.detach().flatten()[place.start : place.start + place.elements].float().clone()
+        for place in places
+        if place is not None
+    ]
+
+
+def update(engine: HybridEngine, world: World) -> tuple[float, float | None, float]:
+    """One update on four rows, shared over the ranks, in micro-batches of one; the loss of all, the norm, and the mean
+    change of this rank's weights."""
+    ids = token_rows()[world.rank :: world.size]
+    mask = torch.ones_like(ids[:1], dtype=torch.bool)
+    before = masters(engine)
+    total = torch.zeros(())
+    for row in ids:
+        loss = sft_loss(engine(row[None], mask, mask)[0], mask=mask)
+        engine.backward(loss.total, count=36)
+        total += loss.total.detach()
+    norm = engine.step().grad_norm
+    changes = torch.cat([(now - then).abs().flatten() for now, then in zip(masters(engine), before, strict=True)])
+    size, elements = world.all_reduce(torch.stack([changes.sum(), torch.tensor(float(len(changes)))]))
+    return float(world.all_reduce(total)) / 36, norm, float(size / elements)
+
+
+def trained(world: World, folders: Path, cases: list[Case]) -> list[dict[str, list[Any]]]:
+    """Losses, norms and sizes of the updates of each case."""
+    results = []
+    for case in cases:
+        engine = built(folders / ("mixture" if "experts" in case else "dense"), world, **case)
+        losses, norms, sizes = zip(*(update(engine, world) for _ in range(UPDATES)), strict=True)
+        results.append({"losses": losses, "norms": norms, "sizes": sizes})
+    return results
+
+
+STAGES: list[Case] = [{"stage": stage} for stage in range(4)]
+KINDS: list[Case] = [
+    {"lora": 4, "stage": 3},
+    {"lora": 4, "stage": 0, "quantization": "nf4"},
+    {"optimizer": "muon", "stage": 0},
+    {"optimizer": "muon", "stage": 2},
+    {"optimizer": "muon", "stage": 3},
+]
+SHARED: list[Case] = [
+    {"tensor_parallel": 2, "stage": 0},
+    {"tensor_parallel": 2, "stage": 2},
+    {"tensor_parallel": 2, "stage": 3},
+    {"sequence": 2, "stage": 0},
+    {"sequence": 2, "stage": 3},
+    {"experts": 2, "stage": 0},
+    {"experts": 2, "stage": 3},
+]
+ALONE: list[Case] = [{}, {"lora": 4}, {"lora": 4, "quantization": "nf4"}, {"optimizer": "muon"}, {"experts": 1}]
+"""One of each kind on one rank, to compare with."""
+
+
+def plain(case: Case) -> int:
+    """The place in ALONE of a case's kind."""
+    kinds = [{key: value for key, value in case.items() if key in ("lora", "quantization", "optimizer")}]
+    return ALONE.index({"experts": 1} if "experts" in case else kinds[0])
+
+
+@pytest.fixture(scope="module")
+def alone(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, list[Any]]]]:
+    """Results of ALONE in a dtype on one rank."""
+    found: dict[str, list[dict[str, list[Any]]]] = {}
+
+    def of(dtype: str) -> list[dict[str, list[Any]]]:
+        if dtype not in found:
+            cases = [{**case, "dtype": dtype} for case in ALONE]
+            (found[dtype],) = run_ranks(trained, 1, tmp_path_factory.mktemp(dtype), folders, cases)
+        return found[dtype]
+
+    return of
+
+
+def apart(found: Sequence[float], expected: Sequence[float]) -> list[float]:
+    """Relative differences."""
+    return [abs(value / other - 1) for value, other in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "cases"),
+    [
+        ("bfloat16", 1, [STAGES[0], STAGES[2], *KINDS]),
+        ("bfloat16", 2, [STAGES[0], STAGES[3], *SHARED]),
+        ("float16", 2, [STAGES[0], STAGES[2], SHARED[0], SHARED[-1]]),
+        *(
+            faults(dtype, ranks, [*STAGES, *KINDS, *(SHARED if ranks == 2 else [])])
+            for dtype in ("bfloat16", "float16")
+            for ranks in (1, 2)
+        ),
+    ],
+    ids=["bfloat16", "bfloat16 on 2 ranks", "float16 on 2 ranks", *(f"all {n}" for n in range(4))],
+)
+def test_losses_norms_and_updates_are_those_of_float32_in_every_layout(
+    dtype: str, ranks: int, cases: list[Case], folders: Path, tmp_path: Path, alone: Any
+) -> None:
+    """Losses are a few roundings of the dtype apart; norms of the first updates, on weights that are still alike, and
+    of one rank in the same dtype, less than one. A norm that leaves out a part, an update of another step of Adam and a
+    loss that is not scaled are several percent apart."""
+    results = run_ranks(trained, ranks, tmp_path, folders, [{**case, "dtype": dtype} for case in cases])
+    for case, found in zip(cases, results[0], strict=True):
+        same, wide = (alone(name)[plain(case)] for name in (dtype, "float32"))
+        assert max(apart(found["losses"], wide["losses"])) < 0.01, case
+        if found["norms"][0] is not None:
+            norms = apart(found["norms"][:3], same["norms"][:3])
+            assert sum(norms) / 3 < 0.003, (case, norms)
+        if case in STAGES:
+            assert max(apart(found["sizes"][:5], wide["sizes"][:5])) < 0.01, case
+
+
+def summed(world: World, folders: Path, stage: int) -> float:
+    """Relative error of the sum of the gradients of 512 micro-batches.
+
+    With so large an eps, Adam's first update is lr / eps times the gradient.
+    """
+    spec = actor_spec(folders / "small", stage=stage, dtype="bfloat16")
+    optimizer = OptimizerConfig(lr=1e6, eps=1e6, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.0)
+    engine, other = (
+        build_actor(replace(spec, optimizer=optimizer, zero=ZeroConfig(stage=n)), world) for n in (stage, 0)
+    )
+    weights = list(other.module.parameters())
+    total = [torch.zeros(weight.shape, dtype=torch.float64) for weight in weights]
+    before = masters(engine)
+    rows = torch.randint(3, 200, (512, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    for row in rows:
+        engine.backward(sft_loss(engine(row[None], mask, mask)[0], mask=mask).total, count=512)
+        loss = sft_loss(other.module(row[None], mask, mask)[0], mask=mask).total / 512
+        for part, gradient in zip(total, torch.autograd.grad(loss, weights), strict=True):
+            part += gradient
+    engine.step()
+    gradient = torch.cat([(then - now).double() for now, then in zip(masters(engine), before, strict=True)])
+    expected = torch.cat([part.flatten() for part in total])
+    return float((gradient - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("stage", [0, slow(2), slow(3)])
+def test_gradients_of_many_micro_batches_are_summed_in_float32(stage: int, folders: Path, tmp_path: Path) -> None:
+    """A sum in bfloat16 is 2.6% off."""
+    save_tiny(folders / "small", tiny_model(num_hidden_layers=1))
+    (error,) = run_ranks(summed, 1, tmp_path, folders, stage)
+    assert error < 0.003
+
+
+def test_a_users_stage_0_is_refused(tmp_path: Path) -> None:
+    zero, said = ZeroConfig(stage=2), {"zero_optimization": {"stage": 0}}
+    assert deepspeed_config(zero=zero, dtype=torch.float32, optimizer=OptimizerConfig(), overrides=said)
+    assert deepspeed_config(zero=zero, dtype=torch.bfloat16, optimizer=None, overrides=said)
+    with user_error("zero_optimization.stage must be 1 or more for training in torch.bfloat16, got 0: remove it"):
+        deepspeed_config(zero=zero, dtype=torch.bfloat16, optimizer=OptimizerConfig(), overrides=said)
