@@ -73,6 +73,7 @@ def partly() -> VerifierReward:
         ("print(3)\nprint(7)\nraise SystemExit(1)", PAIRS, 0.0, "error", "test 1 of 2: exit status 1"),
         ("print(1 +", PAIRS, 0.0, "error", "test 1 of 2: exit status 1: SyntaxError"),
         ("print('3' + ' ' * 2 ** 22)", PAIRS[:1], 0.0, "wrong", "test 1 of 1: it wrote"),
+        (f"import sys\nsys.stderr.write('x' * 2 ** 21)\n{ADD}", PAIRS, 1.0, "right", ""),
         ("x = bytearray(2 ** 40)", PAIRS[:1], 0.0, "error", "test 1 of 1: it needed more memory than its limit"),
     ],
 )
@@ -99,12 +100,53 @@ def test_a_program_that_does_not_end_is_told_from_a_wrong_one() -> None:
         "raise SystemExit",
         "import sys\nclass Quiet:\n    write = flush = lambda *_: None\nsys.stdout = Quiet()\nsys.exit()",
         "import builtins\nbuiltins.exec = lambda *_: None\nimport os; os._exit(0)",
+        "import sys\nprint('x' * 2_000_000); sys.exit()",
+        "import os, sys\nsys.stderr.write('x' * 3_000_000); os._exit(0)",
+        "import os\nos.write(1, b'x' * 3_000_000); os._exit(0)",
+        "import os\nfor fd in 4, 1: os.write(fd, b'x' * 3_000_000)\nos._exit(0)",
+        "import os, sys\nos.write(1, sys.stdin.read().encode()); os._exit(0)",
+        "def add(a, b):\n    import os\n    os._exit(0)",
+        "import atexit, os\natexit.register(os._exit, 0)\nraise ValueError",
     ],
 )
 def test_a_program_that_ends_early_does_not_pass(code: VerifierReward, program: str) -> None:
     """With the exit status alone each of these has a full reward."""
     verdict = code.score(texts_of([fenced(program)], tests=[ASSERTIONS])).verdicts[0]
     assert verdict == Verdict(0.0, "wrong", "test 1 of 2: it ended before its test")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nos.unlink('test.py'); open('test.py', 'w').close()",
+        "import builtins\nbuiltins.exec = lambda *_: None",
+        "import builtins\nreal = compile\nbuiltins.compile = lambda text, *rest: real('', *rest)",
+        "import os, sys\nfor x in sys._getframe(1).f_locals.values(): os.write(1, str(x).encode())\nos._exit(0)",
+        "import os\nos.write(1, open('/proc/self/environ', 'rb').read() + open('program', 'rb').read()); os._exit(0)",
+        "import sys\nsys.excepthook = lambda *_: None",
+    ],
+)
+def test_a_program_without_the_function_does_not_pass(code: VerifierReward, program: str) -> None:
+    """The tests are read before the program runs, and the word after they have passed."""
+    assert code.score(texts_of([fenced(program)], tests=[ASSERTIONS])).values == [0.0]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "print('debug')",
+        "print('x' * 2_000_000)",
+        "import sys\nsys.stderr.write('x' * 2_000_000)",
+        "import atexit\natexit.register(print, 'bye')",
+        "import sys\nsys.stderr.write('no AssertionError here\\n')",
+        "import traceback\ntry: assert 0\nexcept AssertionError: traceback.print_exc()",
+        "import sys\nsys.stdin.read()",
+        "import os\nos.fork()",
+    ],
+)
+def test_what_else_a_right_program_does_is_no_matter(code: VerifierReward, more: str) -> None:
+    scores = code.score(texts_of([fenced(f"{more}\ndef add(a, b): return a + b")], tests=[ASSERTIONS]))
+    assert scores.verdicts[0] == Verdict(1.0, "right")
 
 
 def test_the_last_block_after_the_reasoning_is_the_program() -> None:
@@ -161,6 +203,17 @@ class Counted:
         return SandboxResult(0, "1" if "right" in program else "2", "")
 
 
+class Failing(Counted):
+    """A pool that is overloaded by programs with a word in them or in their input."""
+
+    def run(self, program: str, *, stdin: str = "", **more: Any) -> SandboxResult:
+        if "overload" in program + stdin:
+            raise ConnectionError("pool answered 503")
+        if "garbled" in stdin:
+            return SandboxResult(0, "\nno JSON\n", "")
+        return SandboxResult(0, '\n["right", "1"]\n' if "pairs" in stdin else "1", "")
+
+
 class Runless:
     """No sandbox."""
 
@@ -180,6 +233,18 @@ def test_the_pool_has_its_width_and_a_failed_test_ends_a_program() -> None:
     scores = part.score(texts_of(completions, tests=[tests] * 64))
     assert scores.values == [0.0, 1.0] * 32
     assert sandbox.most == 8 and sandbox.calls == 32 * 1 + 32 * 3
+
+
+def test_an_error_of_the_sandbox_is_a_failure_of_its_completions() -> None:
+    """It would end the run on one rank, whatever on_failure says, while the others wait."""
+    sandbox = {"kind": f"{__name__}:Failing"}
+    part = verifier("code", sandbox=sandbox)
+    scores = part.score(texts_of([fenced("good"), fenced("overload")], tests=[[{"input": "", "output": "1"}]] * 2))
+    assert scores.values == [1.0, None] and list(scores.failures) == [1]
+    assert scores.failures[1].startswith("the sandbox fails: it raised ConnectionError: pool answered 503")
+    part = verifier("math", sandbox=sandbox, workers=4)
+    scores = part.score(texts_of(["1", "overload", "1", "garbled"], answer=["1", "1", "1", "1"]))
+    assert scores.values == [1.0, None, 1.0, None] and list(scores.failures) == [1, 3]
 
 
 def test_a_class_of_the_user_is_a_sandbox() -> None:

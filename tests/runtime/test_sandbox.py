@@ -129,7 +129,7 @@ def test_a_gigabyte_of_output_fills_neither_memory_nor_time(sandbox: LocalSandbo
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10
     assert result.timed_out or result.stderr == "end", "all of it is read, or its time ends"
     result = sandbox.run("import sys\nsys.stderr.write('x' * 2 ** 21)\nraise ValueError('the reason')")
-    assert result.truncated and result.failure == "exit status 1: ValueError: the reason"
+    assert not result.truncated and result.failure == "exit status 1: ValueError: the reason"
 
 
 def test_a_fork_bomb_is_bounded(sandbox: LocalSandbox) -> None:
@@ -156,6 +156,12 @@ def test_nothing_of_a_program_is_left(sandbox: LocalSandbox) -> None:
     assert sandbox.run(program.replace("LEAVE", leave)).stdout == "end\n"
     time.sleep(0.3)
     assert [process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])] == []
+    assert list(Path(sandbox._temporary.name).glob("run_*")) == []
+
+
+def test_folders_deeper_than_pythons_recursion_are_removed(sandbox: LocalSandbox) -> None:
+    """RecursionError would end the run, and leave the folder."""
+    assert sandbox.run("import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')").succeeded
     assert list(Path(sandbox._temporary.name).glob("run_*")) == []
 
 

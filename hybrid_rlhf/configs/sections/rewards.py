@@ -15,6 +15,8 @@ from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 OnFailure = Literal["stop", "drop", "zero"]
 VerifierName = Literal["math", "code"]
 VERIFIERS: tuple[VerifierName, ...] = get_args(VerifierName)
+LEAST_OUTPUT_BYTES = 1024
+"""Least `sandbox.output_bytes` with which a verifier's own lines arrive whole."""
 
 
 class RewardComponentConfig(Settings):
@@ -102,6 +104,11 @@ class RewardComponentConfig(Settings):
         else:
             rule = f"{self.label} is a verifier, which has no retries and limits programs by sandbox.timeout_seconds"
             require_defaults(self, ["timeout_seconds", "retries"], rule)
+            require(
+                self.sandbox.output_bytes >= LEAST_OUTPUT_BYTES,
+                f"a verifier reads results from the output, sandbox.output_bytes of {self.label} is "
+                f"{self.sandbox.output_bytes}: give {LEAST_OUTPUT_BYTES} or more",
+            )
         require(
             not self.partial or self.verifier == "code",
             f"partial goes with verifier code, got {self.verifier}: leave it out",

@@ -92,7 +92,8 @@ class Isolation(Enum):
     """No namespaces; root starts the program as another user."""
     LIMITS = (
         "it has the network",
-        "it reads and writes the files of this user",
+        "it reads and writes the files and the memory of this user",
+        "it may end the processes of this user",
         _UNCOUNTED,
         "its processes survive it where they leave its process group",
     )
@@ -172,7 +173,7 @@ class LocalSandbox:
                 output_bytes=self._config.output_bytes,
                 folder=folder,
                 owner=user if isolation in (Isolation.NAMESPACES, Isolation.OTHER_USER) else None,
-                after=partial(_end_processes, user) if is_other else lambda: None,
+                after=partial(_clean_up, name, user if is_other else None) if home == name else lambda: None,
             )
         return ended.result()
 
@@ -304,10 +305,11 @@ def _as_user(user: int) -> list[str]:
     return ["--reuid", str(user), "--regid", str(user), "--clear-groups"]
 
 
-def _end_processes(user: int) -> None:
-    """Kill all processes of a user."""
-    kill = ["setpriv", *_as_user(user), "sh", "-c", "kill -KILL -1"]
-    run_process(kill, b"", env=_ENVIRONMENT, timeout_seconds=_PROBE_SECONDS, output_bytes=0)
+def _clean_up(folder: str, user: int | None) -> None:
+    """Kill all processes of a user, and remove a folder: rm(1) goes deeper than Python's recursion."""
+    kill = ["setpriv", *_as_user(user), "sh", "-c", "kill -KILL -1"] if user is not None else []
+    for command in filter(None, (kill, ["rm", "-rf", "--", folder])):
+        run_process(command, b"", env=_ENVIRONMENT, timeout_seconds=_PROBE_SECONDS, output_bytes=0)
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:

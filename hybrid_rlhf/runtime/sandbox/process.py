@@ -36,7 +36,7 @@ class SandboxResult:
     timed_out: bool = False
     """True if it exceeded its time or its processor time, and was killed."""
     truncated: bool = False
-    """True if it wrote more than the limit to standard output or standard error."""
+    """True if it wrote more than the limit to standard output, whose end is then absent."""
     memory_exceeded: bool = False
     """True if its last words, or the container, say that it had no memory left."""
 
@@ -164,8 +164,7 @@ def run_process(
             process.wait()
             after()
     stdout, stderr = kept.values()
-    truncated = stdout.truncated or stderr.truncated
-    return Ended(process.returncode, bytes(stdout), bytes(stderr), timed_out, truncated)
+    return Ended(process.returncode, bytes(stdout), bytes(stderr), timed_out, stdout.truncated)
 
 
 def _exchange(process: Popen[bytes], stdin: bytes, kept: Mapping[IO[bytes], _Kept], until: float) -> None:

@@ -1,8 +1,10 @@
 """Programs judged by tests: pairs of standard input and output, or assertions.
 
-A test passes only if the program ends with status 0 and, with assertions, if the harness behind them says a word that
-is drawn for each test: a program that ends early with status 0 does not pass. The program runs in the process of the
-assertions, so one that inspects its caller can find the word; its expected outputs are not in the sandbox.
+A test passes only if the program ends with status 0 and, with assertions, if standard output is a word that is drawn
+for each test. The harness keeps the standard streams to itself: the word stays in the pipe until the assertions have
+passed, and what the program prints is discarded. Output that is cut never proves anything. The assertions run in the
+process of the program, so one that looks for descriptors or returns objects that equal everything can forge a result;
+expected outputs of pairs are not in the sandbox.
 """
 
 from __future__ import annotations
@@ -13,26 +15,34 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hybrid_rlhf.rl.rewards.verifiers.verdicts import BadRow, Judgement, Map, Verdict, answer_of
+from hybrid_rlhf.rl.rewards.verifiers.verdicts import BadRow, Judgement, Map, Verdict, answer_of, failure_of
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.sandbox.process import Sandbox
 
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _HARNESS = """
-import os, sys
+import os
+
+
+def compiled(name):
+    with open(name) as file:
+        return compile(file.read(), name, "exec")
 
 
 def main():
-    word, out, names = sys.stdin.readline(), os.dup(1), {"__name__": "solution"}
-    for name in ("solution.py", "test.py"):
-        with open(name) as file:
-            code = compile(file.read(), name, "exec")
-        exec(code, names)
-    os.write(out, word.encode())
+    run, read, write, names = exec, os.read, os.write, {"__name__": "solution"}
+    solution, test = compiled("solution.py"), compiled("test.py")
+    word, out, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    run(solution, names)
+    run(test, names)
+    write(out, read(word, 64))
 
 
 main()
 """
+"""Both texts are compiled, and functions bound, before the program can replace them."""
 
 
 class Test(NamedTuple):
@@ -58,9 +68,11 @@ class CodeVerifier:
 
     def _judge(self, completion: str, expected: object) -> Judgement:
         try:
-            tests = read_tests(expected)
-        except BadRow as error:
-            return error
+            return self._verdict(completion, read_tests(expected))
+        except Exception as error:  # noqa: BLE001 - a sandbox of the user may raise anything
+            return failure_of(error)
+
+    def _verdict(self, completion: str, tests: Sequence[Test]) -> Verdict:
         program = read_program(completion)
         if program is None:
             return Verdict(0.0, "no_answer", "it has no fenced block of code")
@@ -84,15 +96,14 @@ class CodeVerifier:
             is_right = not result.truncated and _lines(result.stdout) == _lines(test.stdout)
             wrong = f"it wrote {shortened(repr(result.stdout))}"
         else:
-            word = secrets.token_hex(16)
+            word = secrets.token_hex(8)
             files = {"solution.py": program, "test.py": test.assertions}
             result = self._sandbox.run(_HARNESS, stdin=f"{word}\n", files=files)
-            is_right = result.truncated or result.stdout.endswith(f"{word}\n")
+            is_right = result.stdout.strip() == word
             wrong = "it ended before its test"
-            if "AssertionError" in result.stderr.rpartition("\nTraceback")[2] and not result.timed_out:
-                return Verdict(0.0, "wrong", result.failure or "an assertion fails")
         if result.failure is not None:
-            return Verdict(0.0, "timeout" if result.timed_out else "error", result.failure)
+            is_wrong = test.assertions is not None and "AssertionError" in result.stderr.rpartition("\nTraceback")[2]
+            return Verdict(0.0, "timeout" if result.timed_out else "wrong" if is_wrong else "error", result.failure)
         return Verdict(1.0, "right") if is_right else Verdict(0.0, "wrong", wrong)
 
 

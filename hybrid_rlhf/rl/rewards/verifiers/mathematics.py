@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.rl.rewards.verifiers.verdicts import BadRow, Judgement, Map, Verdict, answer_of
+from hybrid_rlhf.rl.rewards.verifiers.verdicts import BadRow, Judgement, Map, Verdict, answer_of, failure_of
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.sandbox.process import Sandbox, SandboxResult
 
@@ -51,15 +51,18 @@ class MathVerifier:
         verdicts: list[Judgement] = []
         while len(verdicts) < len(pairs):
             left = pairs[len(verdicts) :]
-            result = self._sandbox.run(
-                self._program,
-                stdin=json.dumps({"seconds": self._timeout_seconds, "pairs": left}),
-                timeout_seconds=_START_SECONDS + self._timeout_seconds * len(left),
-            )
-            lines = result.stdout.split("\n")[:-1]
-            if not lines:  # an empty line comes first
-                return [*verdicts, *[BadRow(f"math-verify does not run in the sandbox: {result.failure}")] * len(left)]
-            verdicts += [_read(line, right) for line, (right, _) in zip(lines[1:], left, strict=False)]
+            try:
+                result = self._sandbox.run(
+                    self._program,
+                    stdin=json.dumps({"seconds": self._timeout_seconds, "pairs": left}),
+                    timeout_seconds=_START_SECONDS + self._timeout_seconds * len(left),
+                )
+                lines = result.stdout.split("\n")[:-1]
+                if not lines:  # an empty line comes first
+                    raise BadRow(f"math-verify does not run in the sandbox: {result.failure}")
+                verdicts += [_read(line, right) for line, (right, _) in zip(lines[1:], left, strict=False)]
+            except Exception as error:  # noqa: BLE001 - a sandbox of the user may raise anything
+                return [*verdicts, *[failure_of(error)] * (len(pairs) - len(verdicts))]
             if len(verdicts) < len(pairs):
                 verdicts.append(_ended(result))
         return verdicts

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from hybrid_rlhf.loop.user_code import describe_error
+
 Outcome = Literal["right", "wrong", "no_answer", "error", "timeout"]
 OUTCOMES: tuple[Outcome, ...] = ("wrong", "no_answer", "error", "timeout")
 """Reasons of a score below 1, which are metrics."""
@@ -22,6 +24,11 @@ class Verdict(NamedTuple):
 
 class BadRow(ValueError):
     """A row has nothing to compare with: its column is invalid, or the verifier itself does not run."""
+
+
+def failure_of(error: Exception) -> BadRow:
+    """The failure of a row for an exception of its column or of the sandbox."""
+    return error if isinstance(error, BadRow) else BadRow(f"the sandbox fails: {describe_error(error)}")
 
 
 Judgement = Verdict | BadRow
