@@ -320,7 +320,7 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
     """Join the process group that the launcher describes, or create one with a single rank.
 
     Args:
-        timeout_seconds: time limit of a collective.
+        timeout_seconds: time limit of a collective, also of groups that are created later.
 
     Raises:
         UserError: when the host has more ranks than GPUs.
@@ -347,8 +347,10 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
         # The ranks of a host share its cores; by default torch uses all of them in each rank.
         if "OMP_NUM_THREADS" not in os.environ or local_size > 1:
             torch.set_num_threads(threads_per_rank(local_size))
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    # DeepSpeed creates groups without a time limit of their own; NCCL's default is ten minutes.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     if not dist.is_initialized():
-        timeout = datetime.timedelta(seconds=timeout_seconds)
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
             timeout=timeout,
