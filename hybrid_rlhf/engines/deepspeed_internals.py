@@ -216,6 +216,24 @@ def master_partitions(engine: DeepSpeedEngine) -> list[Tensor]:
     return list(optimizer.single_partition_of_fp32_groups)
 
 
+def copied_to_host(engine: DeepSpeedEngine) -> list[Tensor]:
+    """Return what `offload_states` copies into buffers of its own: gradients of ZeRO-3, master weights of ZeRO 1 and
+    2."""
+    optimizer: Any = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        return [optimizer.grad_partitions_flat_buffer]
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
+def use_host_buffers(engine: DeepSpeedEngine, buffers: list[Tensor]) -> None:
+    """Replace these buffers for the next call of `offload_states` with `pin_memory`."""
+    optimizer: Any = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        (optimizer.lp_grad_partitions_flat_pin_buffers,) = buffers
+    else:
+        optimizer.hp_params_pin_buffers = buffers
+
+
 def optimizer_slice(engine: DeepSpeedEngine, parameter: nn.Parameter) -> OptimizerSlice | None:
     """Return the location of this rank's part of a trained parameter in the optimizer; None if it has no part."""
     optimizer: Any = engine.optimizer
@@ -257,7 +275,7 @@ def muon_momentum(engine: DeepSpeedEngine, parameter: nn.Parameter, place: Optim
     """Return Muon's momentum of a matrix, which is created if there is none yet.
 
     It is laid out as the master weights; but under stage 1 or 2 without offload, a rank with any part of a matrix has
-    the momentum of the whole matrix.
+    the momentum of the whole matrix, unless it trains in bfloat16 under stage 1.
 
     Args:
         engine: engine of the model.
@@ -267,7 +285,7 @@ def muon_momentum(engine: DeepSpeedEngine, parameter: nn.Parameter, place: Optim
     optimizer: Any = engine.optimizer
     states = wrapped_optimizer(engine).state[place.flat]
     stage = engine.zero_optimization_stage()
-    if stage in (1, 2) and not optimizer.cpu_offload:
+    if stage in (1, 2) and not reduces_gradients_once(engine) and not optimizer.cpu_offload:
         matrices = optimizer.params_in_partition[parameter._hp_mapping.param_group_index]  # type: ignore[attr-defined]
         if "momentum_buffer" not in states:  # DeepSpeed converts it to the dtype of the gradients, without loss
             elements = sum(matrix.numel() for matrix in matrices)
@@ -329,6 +347,15 @@ def release_gradients(engine: DeepSpeedEngine) -> None:
         ):
             masters.grad = None
             flat.untyped_storage().resize_(0)
+
+
+def forget_fragments(engine: DeepSpeedEngine) -> None:
+    """Drop the views of master weights and optimizer states that bfloat16's optimizer keeps for functions that are not
+    used here, and that would keep their memory."""
+    if reduces_gradients_once(engine):
+        for parameter in engine.module.parameters():
+            if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+                mapping.hp_fragment = mapping.optim_fragment = None
 
 
 # -- counters and the loss scale

@@ -1,9 +1,9 @@
 """Converts config sections to DeepSpeed's JSON. Imports DeepSpeed only to validate sections set by the user.
 
-A model that trains in 16 bits has float32 master weights and sums its gradients in float32. DeepSpeed's optimizer for 16
-bits without ZeRO does not: it never scales float16's losses, counts only the first rank's part in norms under tensor
-parallelism, starts Adam at step 1 and sums in 16 bits. Stage 0 is therefore stage 1 in 16 bits: the same training, with
-optimizer states partitioned over the ranks.
+A model that trains in 16 bits has float32 master weights and sums its gradients in float32. DeepSpeed's optimizer for
+16 bits without ZeRO never scales float16's losses, counts only the first rank's part in norms under tensor parallelism,
+starts Adam at step 1 and sums in 16 bits. Stage 0 is therefore stage 1 in 16 bits: the same training, with optimizer
+states partitioned over the ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def deepspeed_config(
         UserError: when DeepSpeed rejects the overrides together with the other settings.
     """
     has_masters = optimizer is not None and dtype is not torch.float32
-    stage_number = max(zero.stage, 1) if has_masters else zero.stage
+    number = max(zero.stage, 1) if has_masters else zero.stage
     config: dict[str, Any] = {
         # The trainers accumulate gradients, call step, and divide a loss once by its global count.
         "train_micro_batch_size_per_gpu": 1,
@@ -53,33 +53,27 @@ def deepspeed_config(
         "steps_per_print": None,
         "bf16": {"enabled": dtype is torch.bfloat16, "check_grad_overflow": dtype is torch.bfloat16},
         "fp16": {"enabled": dtype is torch.float16},
-        "zero_optimization": {"stage": stage_number},
+        "zero_optimization": {"stage": number},
         # torch's fused AdamW runs on host and device and needs no compiler on the user's machine.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
     if optimizer is not None:
         config["gradient_clipping"] = optimizer.max_grad_norm
-    if has_masters:
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-        # each 16-bit gradient is freed when it has been added, in the backward pass
-        config["bf16"]["immediate_grad_update"] = dtype is torch.bfloat16
-        if stage_number == 1:  # sends them once per update
-            config["communication_data_type"] = "fp32"
     stage: dict[str, Any] = config["zero_optimization"]
-    if stage_number in (1, 2):
+    if number in (1, 2):
         stage["overlap_comm"] = False  # not available with stage 1 when the caller runs the step
     if optimizer is not None and zero.offload_optimizer:
         stage["offload_optimizer"] = {"device": "cpu"}
     if zero.offload_parameters:
         stage["offload_param"] = {"device": "cpu"}
-    if stage_number == 3:
+    if number == 3:
         # Small parameters are not partitioned: gathering them costs more than their memory.
         stage["stage3_param_persistence_threshold"] = 10_000
     muon = optimizer is not None and optimizer.name == "muon"
-    if muon and stage_number == 3:
+    if muon and number == 3:
         stage["reduce_scatter"] = False  # DeepSpeed's Muon requires it
-    merged = merge(config, overrides)
+    merged = merge(merge(config, _in_float32(dtype, number)) if has_masters else config, overrides)
     for name in (name for name in _SECTIONS if name in overrides):
         if (fault := _fault(name, merged[name])) is not None:
             raise UserError(
@@ -97,6 +91,16 @@ def deepspeed_config(
             "got true: remove it"
         )
     return merged
+
+
+def _in_float32(dtype: torch.dtype, stage: int) -> dict[str, Any]:
+    """Keys for summing 16-bit gradients in float32."""
+    keys: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}
+    if dtype is torch.bfloat16:  # frees each gradient when it has been added, in the backward pass
+        keys["bf16"] = {"immediate_grad_update": True}
+    if stage == 1:  # gradients are sent once per update
+        keys["communication_data_type"] = "fp32"
+    return keys
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.engines.deepspeed_internals import copied_to_host, use_host_buffers, wrapped_optimizer
 from hybrid_rlhf.engines.partition import base_parameters, copy_weights
 from hybrid_rlhf.engines.residency import offload
+from hybrid_rlhf.engines.residency.offload import OffloadedStates
 from hybrid_rlhf.engines.saved.training_state import TrainingState
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.models import activation_offload
-from hybrid_rlhf.models.activation_offload import ActivationOffload
+from hybrid_rlhf.models.activation_offload import ActivationOffload, HostBlocks
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import accumulate, actor_spec, token_rows, train_step, training_logprobs
 from tests.support.marks import faults, slow
@@ -68,6 +71,95 @@ def test_activations_come_back_from_the_host_as_they_were(ranks: int, model_fold
             assert plain == offloaded, name
             assert moved > 0 and weights == 0, name
         assert told["checkpointing"][2] < told["plain"][2] / 3, "a layer keeps one tensor"
+
+
+def test_activations_fill_blocks_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch rounds pinned memory up to a power of two for each allocation: 1.9 times a 7B model, tensor by tensor."""
+    whole = torch.arange(24_000, dtype=torch.float32).view(40, 20, 30)
+    tensors = [
+        *(
+            whole,
+            whole.transpose(0, 2),
+            whole[3:, :7],
+            whole[:1].expand(5, -1, -1),
+            whole > 7,
+            whole.bfloat16(),
+            whole[:0],
+        ),
+        *(torch.tensor(3.0), whole[0, 0]),
+    ]
+    blocks: list[int] = []
+    empty = torch.empty
+
+    def counted(*size: Any, **more: Any) -> torch.Tensor:
+        result = empty(*size, **more)
+        blocks.extend([result.nbytes] * (result.dtype == torch.uint8))
+        return result
+
+    monkeypatch.setattr(torch, "empty", counted)
+    for block_bytes in (1000, 2**20):
+        host = HostBlocks(block_bytes)
+        blocks.clear()
+        kept = [host.put(tensor) for tensor in tensors]
+        assert set(blocks) == {block_bytes} and len(blocks) == -(
+            -sum(tensor.nbytes for tensor in tensors) // block_bytes
+        )
+        for tensor, (form, pieces) in zip(tensors, kept, strict=True):
+            found = host.get(form, pieces, torch.device("cpu"))
+            assert torch.equal(found, tensor) and found.stride() == torch.empty_like(tensor).stride()
+
+
+def test_what_moves_to_the_host_is_in_one_block() -> None:
+    """As above; and a state that was replaced by one of another shape must not find the buffer of the old one."""
+    tensors = [
+        torch.ones(3, 5),
+        torch.ones(7, dtype=torch.bfloat16),
+        torch.ones(4, 6).T,
+        torch.ones(0),
+        torch.ones(9, 9),
+    ]
+    buffers = offload.host_buffers(tensors, torch.device("cpu"))
+    (storage,) = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    assert buffers[0].untyped_storage().nbytes() <= 2 * offload._PAGE and buffers[0].data_ptr() % offload._PAGE == 0
+    for number, (tensor, buffer) in enumerate(zip(tensors, buffers, strict=True)):
+        assert (tensor.shape, tensor.stride(), tensor.dtype) == (buffer.shape, buffer.stride(), buffer.dtype)
+        buffer.fill_(number)
+    assert all(bool((buffer == number).all()) for number, buffer in enumerate(buffers)), "they do not overlap"
+
+
+def test_a_state_of_another_shape_takes_another_buffer(model_folder: Path, world: World) -> None:
+    """The id of a state that is gone may return with another shape; the same states reuse their buffers."""
+    actor = build_actor(actor_spec(model_folder, stage=1), world)
+    train_step(actor, world)
+    states = OffloadedStates(actor.deepspeed_engine, world.device)
+    moment = next(iter(wrapped_optimizer(actor.deepspeed_engine).state.values()))["exp_avg"]
+    places = []
+    for size in (len(moment), len(moment), 2 * len(moment)):
+        moment.data = torch.arange(size, dtype=torch.float32)
+        with states.on_host():
+            assert torch.equal(moment, torch.arange(size, dtype=torch.float32))
+            places.append(moment.data_ptr())
+        assert torch.equal(moment, torch.arange(size, dtype=torch.float32))
+    assert places[0] == places[1]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_takes_the_buffers_for_what_it_moves(stage: int, model_folder: Path, world: World) -> None:
+    """It would make pinned ones of its own, which are rounded up to a power of two."""
+    actor = build_actor(actor_spec(model_folder, stage=stage), world)
+    engine = actor.deepspeed_engine
+    train_step(actor, world)
+    moved = copied_to_host(engine)
+    expected = [tensor.clone() for tensor in moved]
+    for _ in range(2):
+        buffers = offload.host_buffers(moved, world.device)
+        use_host_buffers(engine, buffers)
+        kind = OffloadStateTypeEnum.lp_grads if stage == 3 else OffloadStateTypeEnum.hp_params
+        engine.offload_states(include=(kind,), pin_memory=True)  # nothing is pinned on a CPU
+        assert [tensor.data_ptr() for tensor in copied_to_host(engine)] == [tensor.data_ptr() for tensor in buffers]
+        engine.reload_states()
+        assert all(map(torch.equal, copied_to_host(engine), expected))
+    train_step(actor, world)
 
 
 def test_frozen_weights_are_on_the_device_only_in_use(model_folder: Path, world: World, tmp_path: Path) -> None:

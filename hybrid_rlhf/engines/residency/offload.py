@@ -13,6 +13,7 @@ of a frozen model computes while the weights of the next ones arrive.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,9 +23,43 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
 
-from hybrid_rlhf.engines.deepspeed_internals import wrapped_optimizer, master_partitions
+from hybrid_rlhf.engines.deepspeed_internals import (
+    copied_to_host,
+    forget_fragments,
+    master_partitions,
+    reduces_gradients_once,
+    use_host_buffers,
+    wrapped_optimizer,
+)
 
 _GRADIENTS = (OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer)
+_PAGE = 4096
+
+
+def host_buffers(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Uninitialised tensors in host memory with the shapes, strides and dtypes of others, in one block of memory.
+
+    For a GPU the block is pinned as a whole: torch's allocator of pinned memory rounds each tensor up to a power of
+    two, in the mean to 1.4 times its size.
+    """
+    sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
+    pages = -(-sum(sizes) // _PAGE)
+    memory = torch.empty((pages + 1) * _PAGE, dtype=torch.uint8)
+    block = memory[-memory.data_ptr() % _PAGE :][: pages * _PAGE]
+    if device.type == "cuda" and pages:
+        _pin(block)
+    buffers = []
+    for tensor, part in zip(tensors, block[: sum(sizes)].split(sizes), strict=True):
+        form = torch.empty_like(tensor, device="meta")
+        buffers.append(part.view(tensor.dtype).as_strided(form.shape, form.stride()))
+    return buffers
+
+
+def _pin(block: Tensor) -> None:
+    """Lock the pages of a block in memory as long as it exists, for asynchronous copies."""
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+    weakref.finalize(block.untyped_storage(), runtime.cudaHostUnregister, block.data_ptr()).atexit = False
 
 
 class CopyStream:
@@ -62,21 +97,24 @@ class OffloadedStates:
         self._copies: CopyStream | None = None
         self._mark: torch.cuda.Event | None = None
         self._stage = int(engine.zero_optimization_stage())
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers: dict[str, list[Tensor]] = {}
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
         """Context, between two updates, in which the states are on the host. At its end their copies back, bit for bit,
         start; `wait` waits for them."""
         self.wait()
+        forget_fragments(self._engine)
         tensors = [tensor for tensor in self._tensors() if tensor.device.type == self._device.type]
-        for tensor in tensors:
-            buffer = self._buffer(tensor)
+        for tensor, buffer in zip(tensors, self._buffers_for("states", tensors), strict=True):
             buffer.copy_(tensor)
             tensor.data = buffer
         through_deepspeed = self._through_deepspeed()
         if through_deepspeed:
-            self._engine.offload_states(include=through_deepspeed, pin_memory=self._device.type == "cuda")
+            pins = self._device.type == "cuda"
+            if pins:
+                use_host_buffers(self._engine, self._buffers_for("DeepSpeed's", copied_to_host(self._engine)))
+            self._engine.offload_states(include=through_deepspeed, pin_memory=pins)
         try:
             yield
         finally:
@@ -98,18 +136,23 @@ class OffloadedStates:
     def _tensors(self) -> Iterator[Tensor]:
         for states in wrapped_optimizer(self._engine).state.values():
             yield from (value for value in states.values() if isinstance(value, Tensor) and value.dim())
-        if self._stage == 3:
+        if self._stage == 3 or reduces_gradients_once(self._engine):
             yield from master_partitions(self._engine)
 
     def _through_deepspeed(self) -> tuple[OffloadStateTypeEnum, ...]:
-        if self._stage == 0:
+        if self._stage == 0 or reduces_gradients_once(self._engine):
             return ()
         return _GRADIENTS if self._stage == 3 else (OffloadStateTypeEnum.hp_params, *_GRADIENTS)
 
-    def _buffer(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._buffers:
-            self._buffers[id(tensor)] = torch.empty_like(tensor, device="cpu", pin_memory=self._device.type == "cuda")
-        return self._buffers[id(tensor)]
+    def _buffers_for(self, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of earlier calls, if the tensors are the same in number, shapes and dtypes."""
+        forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if [(buffer.shape, buffer.dtype) for buffer in self._buffers.get(name, [])] != forms:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # copies out of the old ones
+            self._buffers.pop(name, None)
+            self._buffers[name] = host_buffers(tensors, self._device)
+        return self._buffers[name]
 
 
 class OffloadedWeights:
@@ -129,8 +172,8 @@ class OffloadedWeights:
         in_layers = {id(parameter) for _, parameters in self._layers for parameter in parameters}
         self._outside = [parameter for parameter in module.parameters() if id(parameter) not in in_layers]
         self._parameters = [*self._outside, *(parameter for _, parameters in self._layers for parameter in parameters)]
-        for parameter in self._parameters:
-            host = torch.empty_like(parameter, device="cpu", pin_memory=device.type == "cuda", requires_grad=False)
+        weights = [parameter.data for parameter in self._parameters]
+        for parameter, host in zip(self._parameters, host_buffers(weights, device), strict=True):
             parameter.data = host.copy_(parameter.data)
 
     @contextlib.contextmanager
