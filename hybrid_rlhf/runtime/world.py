@@ -17,7 +17,7 @@ import random
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of torch's allocator: the name in all versions, and the newer one."""
+_OWN_ALLOCATOR_SETTING = "HYBRID_RLHF_ALLOCATOR"
+"""Variable with the setting of torch's allocator that this library has chosen, here or in a parent process."""
 _SLICE_BYTES = 2**27
 """Bytes of `World.exchange` on the device at a time, in each direction."""
 _SOLO_ENVIRONMENT = {
@@ -385,8 +387,19 @@ def prepare_device(device: torch.device) -> None:
     if device.type != "cuda":
         return
     if not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
-        os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
+        os.environ |= dict.fromkeys((_ALLOCATOR_SETTINGS[0], _OWN_ALLOCATOR_SETTING), "expandable_segments:True")
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def without_own_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables except those that `prepare_device` has set, for a program that has an allocator of its
+    own."""
+    own = environment.get(_OWN_ALLOCATOR_SETTING)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name != _OWN_ALLOCATOR_SETTING and not (name == _ALLOCATOR_SETTINGS[0] and value == own)
+    }
 
 
 def solo_world(device: torch.device) -> World:

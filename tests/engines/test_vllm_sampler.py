@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,10 +21,11 @@ from safetensors.torch import load_file
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig, VLLMConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.vllm import sampler as sampler_module
 from hybrid_rlhf.engines.vllm.process import server_command, server_environment
 from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
 from hybrid_rlhf.generation import SamplingParams
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, prepare_device
 from tests.support.clock import wait_until
 from tests.support.engines import PROMPTS, actor_spec, differences, train_step
 from tests.support.errors import user_error
@@ -215,6 +217,7 @@ def test_a_killed_run_leaves_no_server_and_no_weights(tmp_path: Path) -> None:
 def test_a_gpu_is_shared_with_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Arguments and variables of a server on the rank's GPU, and on a CPU."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(os, "environ", {"PATH": "p"})
     rollout = RolloutConfig(vllm=VLLMConfig(python="python", arguments=("--seed=1",)), cuda_graphs=False)
     device = torch.device("cuda", 1)
     words = partial(
@@ -230,9 +233,21 @@ def test_a_gpu_is_shared_with_training(monkeypatch: pytest.MonkeyPatch, tmp_path
     kept = server_environment(outer, device)
     assert kept["CUDA_VISIBLE_DEVICES"] == "6" and kept["PATH"] == "p" and kept["VLLM_SERVER_DEV_MODE"] == "1"
     assert not {"RANK", "MASTER_PORT", "PYTHONPATH"} & {*kept}
+    prepare_device(device)
+    kept = server_environment(os.environ, device)
+    assert not {"PYTORCH_CUDA_ALLOC_CONF", "HYBRID_RLHF_ALLOCATOR"} & {*kept}, "vLLM's sleep mode has refused it"
+    own = server_environment(dict(os.environ) | {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, device)
+    assert own["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64", "the user's"
     cpu = words(rollout, device=torch.device("cpu"), unties=True)
     assert '--hf-overrides={"tie_word_embeddings": false}' in cpu and "--enable-sleep-mode" not in cpu
     assert server_environment({}, torch.device("cpu"))["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_weights_that_do_not_fit_into_shared_memory_are_told(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MB in a container; the first sync would fail while it writes."""
+    monkeypatch.setattr(sampler_module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**10))
+    with user_error(r"must have room for the weights twice, .* /\w+/?\w* has 0.0 GiB left: give a folder"):
+        build(own("python3"))
 
 
 @pytest.mark.slow
@@ -253,8 +268,9 @@ def test_a_colocated_server_sleeps_between_rollouts(build: Build, tmp_path: Path
         largest_difference(sampler, actor)
         train_step(actor, actor.world)
         largest_difference(sampler, actor)
+        assert largest_difference(sampler, actor) < 1e-4, "the same weights, which it has discarded, from the folder"
     finally:
         sampler.close()
     calls = [path for path in calls if path in ("/sleep", "/wake_up", "/pause", "/weight_info")]
-    assert calls == ["/weight_info", "/sleep", "/wake_up", "/pause", "/weight_info", "/sleep"]
+    assert calls == ["/weight_info", "/sleep", *["/wake_up", "/pause", "/weight_info", "/sleep"] * 2]
     assert os.path.exists(tmp_path / "logs" / "vllm-rank-0.log")

@@ -85,7 +85,9 @@ class FakeVLLM:
             assert self.paused and content["method"] == "reload_weights"
             self.folder = Path(content["kwargs"]["weights_path"])
             self._engine = None
-        elif path not in ("/health", "/reset_prefix_cache", "/sleep", "/wake_up"):
+        elif path == "/sleep":  # level 2
+            self.folder, self._engine = Path("discarded"), None
+        elif path not in ("/health", "/reset_prefix_cache", "/wake_up"):
             return 404, {"detail": "Not Found"}
         return 200, {}
 

@@ -27,6 +27,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.generation.backends.vllm import REQUESTS_PER_SERVER, ServerLost, VLLMServer
 from hybrid_rlhf.runtime.observability.logs import shortened
+from hybrid_rlhf.runtime.world import without_own_settings
 
 MODEL_NAME = "actor"
 """Name of the model at servers that this library starts."""
@@ -127,7 +128,9 @@ def server_command(
 
 def server_environment(environment: Mapping[str, str], device: torch.device) -> dict[str, str]:
     """Return the environment of a server, given that of this process; a user's values of vLLM's variables are kept."""
-    kept = {name: value for name, value in environment.items() if not _NOT_PASSED.fullmatch(name)}
+    # vLLM's sleep mode has refused expandable segments
+    given = without_own_settings(environment)
+    kept = {name: value for name, value in given.items() if not _NOT_PASSED.fullmatch(name)}
     settings = {"VLLM_NO_USAGE_STATS": "1"}
     if device.type == "cuda":
         visible = [part for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]

@@ -10,13 +10,15 @@ forward. vLLM has no hidden states to compare, so that the message cannot name a
 
 Each rank of the actor samples its share of the prompts: with `rollout.vllm.python` at its own server, with
 `rollout.vllm.urls` at all servers, whose weights rank 0 updates. On a GPU, a rank's own server sleeps while the actor
-trains, unless it samples meanwhile (policy lag, streaming).
+trains, unless it samples meanwhile (policy lag, streaming). It then has no weights, and loads the folder when it wakes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -163,7 +165,7 @@ class VLLMSampler:
             self.work = generation.work
             generation.close()
             start = time.perf_counter()
-            self._call_own("/sleep", level=1)
+            self._call_own("/sleep", level=2)  # level 1 would copy weights to the host, which the folder has
             self.weight_sync_seconds += time.perf_counter() - start
 
     def snapshot(
@@ -238,7 +240,20 @@ class VLLMSampler:
             parent = str(_SHARED_MEMORY) if os.access(_SHARED_MEMORY, os.W_OK) else tempfile.gettempdir()
         if not os.access(parent, os.W_OK):
             raise UserError(f"rollout.vllm.folder must be a folder to write to, {parent} is none: give another")
+        needed, free = 2 * self._weight_bytes() / 2**30, shutil.disk_usage(parent).free / 2**30
+        require(
+            needed <= free or not self.world.is_main,
+            f"rollout.vllm.folder must have room for the weights twice, as a sync writes them beside those before, "
+            f"{needed:.1f} GiB, {parent} has {free:.1f} GiB left: give a folder with more, or enlarge it (docker run "
+            "--shm-size)",
+        )
         return parent
+
+    def _weight_bytes(self) -> int:
+        """Bytes of the files of the weights."""
+        shapes = self._actor.facts.weights
+        written = [*shapes, *(source for source in self._tied.values() if source in shapes)]
+        return next(self._actor.lm.parameters()).itemsize * sum(math.prod(shapes[name]) for name in written)
 
     def _start(self) -> None:
         """Start this rank's server with the weights of the folder, in place of the one that there is.
@@ -313,6 +328,9 @@ class VLLMSampler:
             self._share_servers()
             self._check_servers()
             self._version = self.weight_version
+        elif self._sleeps:
+            with shared_user_errors(world):
+                self._load()
         self.weight_sync_seconds = time.perf_counter() - start - self.weight_check_seconds
 
     def _weights(self) -> Iterator[tuple[str, Tensor | None]]:
