@@ -35,7 +35,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     register_expert_groups,
     release_closed_groups,
 )
-from hybrid_rlhf.engines.ds_config import deepspeed_config
+from hybrid_rlhf.engines.ds_config import deepspeed_config, sums_whole_gradients
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.learning_rates import Learning, derived_rate, lr_factor
@@ -221,7 +221,7 @@ def _initialize(
     elif architecture == "causal_lm" and not partitioned:
         require_own_logits(lm.to(world.device))  # type: ignore[arg-type]
     if world.size > 1:
-        _gather_experts_together(lm, config["zero_optimization"]["stage"], learns=spec.optimizer is not None)
+        _gather_experts_together(lm, config, learns=spec.optimizer is not None)
     if spec.optimizer is None:
         engine, *_ = deepspeed.initialize(model=module, config=config)
         module.eval()
@@ -322,21 +322,23 @@ def _split_experts(lm: PreTrainedModel, ranks: SplitRanks) -> None:
         split_experts(layer, ranks.parts, replace)
 
 
-def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -> None:
+def _gather_experts_together(lm: PreTrainedModel, config: dict[str, Any], *, learns: bool) -> None:
     """Prepare models with one module per expert for ranks whose tokens go to different experts.
 
     ZeRO-3 gathers the weights of a module when it is called, so ranks that call different experts would deadlock; the
     weights of a leaf module are gathered together. Stages 1 and 2 reduce buckets of gradients in the order in which a
-    rank computes them, which differs between ranks.
+    rank computes them, which differs between ranks, unless whole gradients are summed first.
 
     Raises:
         UserError: for a trained model with one module per expert under stage 1 or 2.
     """
     mixtures = listed_mixtures(lm)
-    if mixtures and learns and stage in (1, 2):
+    stage = config["zero_optimization"]["stage"]
+    if mixtures and learns and stage in (1, 2) and not sums_whole_gradients(config):
+        other = "3" if config["fp16"]["enabled"] else "0 or 3"
         raise UserError(
             f"zero.stage {stage} on several ranks needs experts in one weight, {type(lm).__name__} has a module for "
-            "each: use zero.stage 0 or 3"
+            f"each: use zero.stage {other}"
         )
     for mixture in mixtures:
         set_z3_leaf_module(mixture, True)

@@ -211,7 +211,7 @@ def master_partitions(engine: DeepSpeedEngine) -> list[Tensor]:
     optimizer: Any = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         return list(optimizer.fp32_partitioned_groups_flat)
-    if reduces_gradients_once(engine):
+    if has_whole_gradients(engine):
         return list(optimizer.fp32_groups_flat_partition)
     return list(optimizer.single_partition_of_fp32_groups)
 
@@ -285,7 +285,7 @@ def muon_momentum(engine: DeepSpeedEngine, parameter: nn.Parameter, place: Optim
     optimizer: Any = engine.optimizer
     states = wrapped_optimizer(engine).state[place.flat]
     stage = engine.zero_optimization_stage()
-    if stage in (1, 2) and not reduces_gradients_once(engine) and not optimizer.cpu_offload:
+    if stage in (1, 2) and not has_whole_gradients(engine) and not optimizer.cpu_offload:
         matrices = optimizer.params_in_partition[parameter._hp_mapping.param_group_index]  # type: ignore[attr-defined]
         if "momentum_buffer" not in states:  # DeepSpeed converts it to the dtype of the gradients, without loss
             elements = sum(matrix.numel() for matrix in matrices)
@@ -318,9 +318,8 @@ def copy_master_weights_to_model(engine: DeepSpeedEngine) -> None:
 # -- gradients of bfloat16's optimizer, stage 1 with float32 gradients
 
 
-def reduces_gradients_once(engine: DeepSpeedEngine) -> bool:
-    """True if the engine has bfloat16's optimizer, which sums whole gradients on each rank and reduces them in the
-    order of the weights, once per update."""
+def has_whole_gradients(engine: DeepSpeedEngine) -> bool:
+    """True if the engine has bfloat16's optimizer (ds_config.sums_whole_gradients)."""
     return isinstance(engine.optimizer, BF16_Optimizer)
 
 
@@ -329,7 +328,7 @@ def allocate_gradients(engine: DeepSpeedEngine) -> None:
 
     Its norm leaves out a weight without a gradient on this rank, though another rank may have one: all count here.
     """
-    if reduces_gradients_once(engine):
+    if has_whole_gradients(engine):
         for flat, received in zip(
             engine.optimizer.fp32_groups_gradients_flat, engine.optimizer.fp32_groups_has_gradients, strict=True
         ):
@@ -341,7 +340,7 @@ def allocate_gradients(engine: DeepSpeedEngine) -> None:
 
 def release_gradients(engine: DeepSpeedEngine) -> None:
     """Free the float32 gradients of bfloat16's optimizer, which keeps views of them between updates."""
-    if reduces_gradients_once(engine):
+    if has_whole_gradients(engine):
         for flat, masters in zip(
             engine.optimizer.fp32_groups_gradients_flat, engine.optimizer.fp32_groups_flat_partition, strict=True
         ):
@@ -352,7 +351,7 @@ def release_gradients(engine: DeepSpeedEngine) -> None:
 def forget_fragments(engine: DeepSpeedEngine) -> None:
     """Drop the views of master weights and optimizer states that bfloat16's optimizer keeps for functions that are not
     used here, and that would keep their memory."""
-    if reduces_gradients_once(engine):
+    if has_whole_gradients(engine):
         for parameter in engine.module.parameters():
             if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
                 mapping.hp_fragment = mapping.optim_fragment = None
@@ -386,9 +385,22 @@ def set_loss_scale(engine: DeepSpeedEngine, values: Mapping[str, Any]) -> None:
             setattr(scaler, name, value)
 
 
+def end_scale_search_quietly(engine: DeepSpeedEngine) -> None:
+    """Let float16's loss scale stay at its minimum when a gradient overflows there, where DeepSpeed raises."""
+    scaler = _loss_scaler(engine)
+    if hasattr(scaler, "raise_error_at_min_scale"):
+        scaler.raise_error_at_min_scale = False
+
+
+def searches_loss_scale(engine: DeepSpeedEngine) -> bool:
+    """True if float16's loss scale can fall, so that a gradient that overflows may not overflow in the next update."""
+    scaler = _loss_scaler(engine)
+    return bool(getattr(scaler, "dynamic", False) and scaler.cur_scale > scaler.min_scale)
+
+
 def _loss_scaler(engine: DeepSpeedEngine) -> Any:
-    """Return the object with the loss scale, whose name depends on ZeRO; None without a loss scale."""
-    return getattr(engine.optimizer, "loss_scaler", getattr(engine.optimizer, "loss_scale_config", None))
+    """Return the object with the loss scale; None without one."""
+    return getattr(engine.optimizer, "loss_scaler", None)
 
 
 # -- the update of a plain float32 engine

@@ -44,7 +44,7 @@ def deepspeed_config(
         UserError: when DeepSpeed rejects the overrides together with the other settings.
     """
     has_masters = optimizer is not None and dtype is not torch.float32
-    number = max(zero.stage, 1) if has_masters else zero.stage
+    number = zero.stage if optimizer is None else trained_stage(zero.stage, dtype)
     config: dict[str, Any] = {
         # The trainers accumulate gradients, call step, and divide a loss once by its global count.
         "train_micro_batch_size_per_gpu": 1,
@@ -91,6 +91,21 @@ def deepspeed_config(
             "got true: remove it"
         )
     return merged
+
+
+def trained_stage(stage: int, dtype: torch.dtype) -> int:
+    """Return the ZeRO stage of a model that trains in a dtype."""
+    return stage if dtype is torch.float32 else max(stage, 1)
+
+
+def sums_whole_gradients(config: dict[str, Any]) -> bool:
+    """True if a config makes DeepSpeed use its optimizer for bfloat16, under stage 1 without offload.
+
+    Each rank sums whole gradients in float32, which are reduced once per update in the order of the weights.
+    """
+    zero = config["zero_optimization"]
+    is_float32 = config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    return bool(config["bf16"]["enabled"] and is_float32 and zero["stage"] == 1 and "offload_optimizer" not in zero)
 
 
 def _in_float32(dtype: torch.dtype, stage: int) -> dict[str, Any]:

@@ -21,12 +21,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hybrid_rlhf.engines.deepspeed_internals import (
     allocate_gradients,
     disable_gradient_allreduce,
+    end_scale_search_quietly,
     engine_ranks,
     free_weights,
     full_shape,
     model_step,
     release_gradients,
     replace_model_step,
+    searches_loss_scale,
     set_grad_norm,
     skip_model_step,
 )
@@ -52,6 +54,13 @@ class UpdateStats:
     grad_norm: float | None
     skipped: bool = False
     """True if the gradient was not finite; weights, optimizer and schedule are then unchanged on every rank."""
+    searches_scale: bool = False
+    """True if the loss scale of float16 can fall further, which is then no fault of the rows."""
+
+    @property
+    def is_fault(self) -> bool:
+        """True if the update was skipped for another reason than the search for the loss scale."""
+        return self.skipped and not self.searches_scale
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,7 @@ class ModelEngine:
             self._parts = {parameter: split_of(parameter).parts for parameter in self.module.parameters()}
             """Number of parts of each parameter on different ranks."""
             replace_model_step(engine, self._step_if_finite)
+        end_scale_search_quietly(engine)
         if world.size == 1:
             disable_gradient_allreduce(engine)
 
@@ -234,14 +244,19 @@ class ModelEngine:
         """Apply the accumulated gradient, step the schedule, and clear the gradient."""
         lr = float(self._engine.get_lr()[0])
         allocate_gradients(self.deepspeed_engine)
+        searches_scale = searches_loss_scale(self._engine)
         with self._ranks(), self._options.compiled(self.world.device):
             self.deepspeed_engine.step()
         release_gradients(self._engine)
         # with Muon under ZeRO, DeepSpeed's norm is that of the updates
         reports = not self._options.muon or self._engine.zero_optimization_stage() == 0
         norm = self._engine.get_global_grad_norm() if reports else None
-        skipped = not self._engine.was_step_applied()
-        return UpdateStats(lr=lr, grad_norm=None if norm is None else float(norm), skipped=skipped)
+        return UpdateStats(
+            lr=lr,
+            grad_norm=None if norm is None else float(norm),
+            skipped=not self._engine.was_step_applied(),
+            searches_scale=searches_scale,
+        )
 
     def _ranks(self) -> contextlib.AbstractContextManager[None]:
         """Context in which DeepSpeed uses the ranks of this engine."""

@@ -14,7 +14,7 @@ import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engines.ds_config import deepspeed_config
+from hybrid_rlhf.engines.ds_config import deepspeed_config, sums_whole_gradients
 from hybrid_rlhf.models.four_bit import SCALE_BYTES_PER_WEIGHT
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
 from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
@@ -93,15 +93,15 @@ class EngineMemory:
         )
 
 
-def _muon_bytes(stage: int, low: int, *, offloads: bool) -> int:
+def _muon_bytes(stage: int, low: int, *, as_masters: bool) -> int:
     """Bytes of Muon's momentum per weight.
 
     Args:
         stage: ZeRO stage.
         low: bytes of a weight in training.
-        offloads: the optimizer's states are in host memory.
+        as_masters: the momentum is laid out as master weights: in host memory, and in bfloat16 under stage 1.
     """
-    if stage == 0 or offloads:
+    if stage == 0 or as_masters:
         return FLOAT32
     return low if stage == 3 else 2 * low  # stages 1 and 2 compute the next one beside it
 
@@ -143,28 +143,32 @@ def engine_memory(
     trained = whole.trained / ranks if stage else e.trained
     scales = SCALE_BYTES_PER_WEIGHT * e.four_bit  # ZeRO-3 does not partition them
     weights = ((whole.stored_bytes(low) - scales) / ranks if stage == 3 else e.stored_bytes(low) - scales) + scales
-    masters = FLOAT32 if stage or low < FLOAT32 else 0
+    masters = FLOAT32 if stage else 0
     moments = _ADAM * trained
+    offloads = "offload_optimizer" in zero and bool(e.trained)
+    # 16-bit gradients are summed in float32; by bfloat16's own optimizer under stage 1
+    summed = FLOAT32 if json.get("data_types", {}).get("grad_accum_dtype") == "fp32" else low
+    sums_whole = sums_whole_gradients(json)
     by_muon = 0.0
     if optimizer is not None and optimizer.name == "muon":
         by_muon = e.matrices / (ranks if stage else 1)
-        moments += (_muon_bytes(stage, low, offloads="offload_optimizer" in zero) - _ADAM) * by_muon
+        moments += (_muon_bytes(stage, low, as_masters=offloads or sums_whole) - _ADAM) * by_muon
     states = masters * trained + moments
-    gradients = low * (trained if stage >= 2 else e.trained)
+    gradients = summed * (trained if stage >= 2 else e.trained)
     bucket = low * float(zero.get("reduce_bucket_size", 5e8)) if stage and e.trained else 0.0
-    lowered = FLOAT32 if low < FLOAT32 else 0
-    if stage == 0:
-        reduced = low * min(e.trained, _GRADIENT_BUCKET) if ranks > 1 else 0.0
-        optimizer_step = lowered * trained if lowered else reduced
+    if stage == 0 or sums_whole:
+        bucket = low * min(e.largest, e.trained) if sums_whole else 0.0  # the gradient that is about to be added
+        optimizer_step = summed * min(e.trained, _GRADIENT_BUCKET) if ranks > 1 else 0.0
     else:
         updated = max(by_muon, trained - by_muon)  # one group of parameters at a time
         if stage == 3:
             updated = min(updated, float(zero.get("sub_group_size", 1e9)))
-        updates = low * by_muon if stage == 1 else 0.0  # beside the gradients; other stages replace these
-        optimizer_step = (low + lowered) * updated + updates
+        updates = summed * by_muon if stage == 1 else 0.0  # beside the gradients; other stages replace these
+        optimizer_step = (summed + (FLOAT32 if summed < FLOAT32 else 0)) * updated + updates
+    if stage == 2 and summed > low:  # added in place, and read by the optimizer as they are
+        optimizer_step = summed * by_muon
     held = MemoryUse(weights=weights, optimizer=states)
     accumulated = MemoryUse(gradients=gradients)
-    offloads = "offload_optimizer" in zero and bool(e.trained)
     if stage == 3 and e.trained:  # the gradient buffer and the bucket are allocated permanently
         held = replace(held, gradients=gradients, buffers=bucket)
         accumulated = MemoryUse()
@@ -173,7 +177,8 @@ def engine_memory(
     if stage == 2:
         # the bucket and the gradients that wait for it, two of the largest weight, and, beside the gradients of earlier
         # micro-batches, those of this one
-        backward_end = 2 * bucket + 2 * low * e.largest + (0.0 if offloads else gradients)
+        apart = low * (by_muon if summed > low else trained)
+        backward_end = 2 * bucket + 2 * low * e.largest + (0.0 if offloads else apart)
     if offloads:
         # master weights and moments, float32 gradients, gradients in the training dtype
         host = states + (FLOAT32 + low) * trained + 2 * FLOAT32 * e.largest

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.engines.ds_config import trained_stage
 from hybrid_rlhf.models.families import has_float32_logits, unread_weights
 from hybrid_rlhf.models.four_bit import BYTES_PER_WEIGHT
 from hybrid_rlhf.planning.shapes import ShapedModel
@@ -78,7 +79,7 @@ def inference_weight_bytes(
     elif copied:
         return size * read / ranks
     else:
-        apart = _made(model, adjacent=stage in (1, 2) and ranks == 1 and not e.adapted)
+        apart = _made(model, adjacent=trained_stage(stage, dtype) in (1, 2) and ranks == 1 and not e.adapted)
         return size * float(max(apart, e.adapted) + model.split_experts) / ranks
     rest = read - in_products
     if on_cpu:

@@ -360,7 +360,7 @@ def _engine_changes(config: AnyStep) -> Iterator[_Change]:
     zeros = [zero for zero, _ in sections.values()]
     least = min(zero.stage for zero, _ in sections.values())
     # a stage that shards nothing makes offloading possible
-    yield _Change("zero.stage", [each("zero.stage", stage) for stage in (2, 3) if least < stage])
+    yield _Change("zero.stage", [each("zero.stage", stage) for stage in (1, 2, 3) if least < stage])
     if not all(zero.offload_optimizer for zero in zeros):
         need = None if least else "zero.stage"
         yield _Change("zero.offload_optimizer", [each("zero.offload_optimizer", True)], need)

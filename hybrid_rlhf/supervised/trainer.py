@@ -150,7 +150,7 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
             means = sums.means(world)
         seconds = self._run.timers.take()["training"]
         speed = global_count(sum(objective.tokens(batch) for batch in batches), world) / seconds
-        if stats.skipped:
+        if stats.is_fault:
             self._skipped.keep(step, list(map(dict, rows_with_non_finite_loss(micro_batches, losses, world=world))))
         norm = {} if stats.grad_norm is None else {"grad_norm": stats.grad_norm}
         return {
@@ -165,7 +165,7 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
                 parameters=self._engine.parameters, tokens=speed, seconds=1.0, ranks=world.size, device=world.device
             ),
             "memory/peak_gib": peak_memory_gib(world.device),
-            **self._skipped.record(step, ["the gradient"] if stats.skipped else []),
+            **self._skipped.record(step, ["the gradient"] if stats.is_fault else []),
         }
 
     @torch.no_grad()

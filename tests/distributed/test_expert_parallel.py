@@ -288,7 +288,6 @@ def test_what_split_experts_do_not_support_ends_a_run_before_a_model_is_loaded(
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lora": LoraConfig()}, "trains no adapters of experts, got lora.target_modules all-linear"),
-    ({"model": ModelConfig(expert_parallel=2, dtype="bfloat16")}, "got torch.bfloat16 with zero.stage 0"),
     (
         {"deepspeed_overrides": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}},
         "got zero_hpz_partition_size 2 in deepspeed_config",

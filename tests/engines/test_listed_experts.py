@@ -51,14 +51,18 @@ def use_listed_mixture() -> None:
     modeling_qwen2.Qwen2MLP = ListedMixture
 
 
-def train(world: World, folder: Path, stage: int) -> dict[str, Any]:
-    """Losses of some updates, and the experts that this rank's tokens went to."""
+def train(world: World, folder: Path, stage: int, dtype: str) -> dict[str, Any]:
+    """Losses and norms of some updates, and the experts that this rank's tokens went to."""
     use_listed_mixture()
     everything = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-    spec = replace(actor_spec(folder, stage=stage), deepspeed_overrides=everything if stage == 3 else {})
+    spec = replace(actor_spec(folder, stage=stage, dtype=dtype), deepspeed_overrides=everything if stage == 3 else {})
     engine = build_engine(spec, world)
-    losses = [train_step(engine, world) for _ in range(UPDATES)]
-    return {"losses": losses, "called": [m.called for m in engine.module.modules() if isinstance(m, ListedMixture)]}
+    losses, norms = [], []
+    for _ in range(UPDATES):
+        losses.append(train_step(engine, world))
+        norms.append(float(engine.deepspeed_engine.get_global_grad_norm()))
+    called = [m.called for m in engine.module.modules() if isinstance(m, ListedMixture)]
+    return {"losses": losses, "norms": norms, "called": called}
 
 
 @pytest.fixture
@@ -70,13 +74,20 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("stage", [0, slow(3)])
-def test_ranks_that_route_to_different_experts_train_together(stage: int, model: Path, tmp_path: Path) -> None:
-    expected = run_ranks(train, 1, tmp_path / "one", model, 0)[0]
-    found = run_ranks(train, 2, tmp_path / "two", model, stage)
+@pytest.mark.parametrize(
+    ("stage", "dtype", "apart"), [(0, "float32", 1e-4), (0, "bfloat16", 1e-2), slow(3, "float32", 1e-4)]
+)
+def test_ranks_that_route_to_different_experts_train_together(
+    stage: int, dtype: str, apart: float, model: Path, tmp_path: Path
+) -> None:
+    """Also the norm: bfloat16's optimizer leaves out weights without a gradient on its rank."""
+    expected = run_ranks(train, 1, tmp_path / "one", model, 0, dtype)[0]
+    found = run_ranks(train, 2, tmp_path / "two", model, stage, dtype)
     assert found[0]["called"] != found[1]["called"], "or the test proves nothing"
     for rank in found:
-        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=apart)
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=apart)
+        assert rank["norms"] == pytest.approx(found[0]["norms"], rel=1e-6)
 
 
 def refusal(world: World, folder: Path, stage: int) -> str:

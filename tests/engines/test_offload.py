@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,12 @@ from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
-from hybrid_rlhf.engines.deepspeed_internals import copied_to_host, use_host_buffers, wrapped_optimizer
+from hybrid_rlhf.engines.deepspeed_internals import (
+    copied_to_host,
+    master_partitions,
+    use_host_buffers,
+    wrapped_optimizer,
+)
 from hybrid_rlhf.engines.partition import base_parameters, copy_weights
 from hybrid_rlhf.engines.residency import offload
 from hybrid_rlhf.engines.residency.offload import OffloadedStates
@@ -202,14 +208,16 @@ class LateCopies:
         self._made = max(self._made, mark or 0)
 
 
-@pytest.mark.parametrize("stage", [2, 3, faults(0)])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(2, "float32"), (3, "float32"), (0, "bfloat16"), faults(0, "float32"), faults(3, "bfloat16")]
+)
 def test_nothing_reads_what_has_not_arrived(
-    stage: int, model_folder: Path, world: World, monkeypatch: pytest.MonkeyPatch
+    stage: int, dtype: str, model_folder: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is computed with copies that arrive late is what is computed without any."""
     config = EngineSpec("reference", str(model_folder), ModelConfig(dtype="float32"), ZeroConfig(), 0)
     expected = read(build_engine(config, world))
-    actors = [build_actor(actor_spec(model_folder, stage=stage), world)]
+    actors = [build_actor(actor_spec(model_folder, stage=stage, dtype=dtype), world)]
     monkeypatch.setattr(offload, "CopyStream", LateCopies)
     reference = build_engine(replace(config, offload_weights=True), world)
     with reference.on_device():
@@ -217,7 +225,7 @@ def test_nothing_reads_what_has_not_arrived(
             assert all(bool(weight.isnan().all()) for weight in layer.parameters()), "no layer has arrived"
         assert torch.equal(read(reference), expected)
     offloads = RolloutConfig(offload_states=True)
-    actors.append(build_actor(actor_spec(model_folder, stage=stage), world, rollout=offloads))
+    actors.append(build_actor(actor_spec(model_folder, stage=stage, dtype=dtype), world, rollout=offloads))
     results: list[list[Any]] = []
     for actor in actors:
         results.append([train_step(actor, world)])
@@ -229,6 +237,20 @@ def test_nothing_reads_what_has_not_arrived(
     with actor.inference():
         pass
     assert all(bool(tensor.isfinite().all()) for _, tensor in TrainingState(actor).tensors()), "what a checkpoint has"
+
+
+def test_bfloat16s_states_leave_the_device_as_a_whole(model_folder: Path, world: World) -> None:
+    """Its optimizer keeps views of gradients, master weights and moments, which would keep their memory."""
+    actor = build_actor(actor_spec(model_folder, dtype="bfloat16"), world)
+    train_step(actor, world)
+    engine = actor.deepspeed_engine
+    gradients = engine.optimizer.fp32_groups_gradients_flat
+    assert not any(flat.untyped_storage().nbytes() for flat in gradients), "freed between updates"
+    moments = [state["exp_avg"] for state in wrapped_optimizer(engine).state.values()]
+    kept = [weakref.ref(tensor.untyped_storage()) for tensor in (*master_partitions(engine), *moments)]
+    with OffloadedStates(engine, world.device).on_host():
+        assert not any(storage() for storage in kept)
+    train_step(actor, world)
 
 
 def critics(world: World, path: Path, stages: tuple[int, ...]) -> bool:

@@ -223,3 +223,26 @@ def test_a_users_stage_0_is_refused(tmp_path: Path) -> None:
     assert deepspeed_config(zero=zero, dtype=torch.bfloat16, optimizer=None, overrides=said)
     with user_error("zero_optimization.stage must be 1 or more for training in torch.bfloat16, got 0: remove it"):
         deepspeed_config(zero=zero, dtype=torch.bfloat16, optimizer=OptimizerConfig(), overrides=said)
+
+
+def searched(world: World, folders: Path, factor: float) -> list[tuple[bool, bool]]:
+    """Whether each of 20 updates was skipped, and whether that is a fault."""
+    engine = built(folders / "dense", world, dtype="float16", stage=1)
+    ids = token_rows()
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    found = []
+    for _ in range(20):
+        engine.backward(factor * sft_loss(engine(ids, mask, mask)[0], mask=mask).total, count=36)
+        stats = engine.step()
+        found.append((stats.skipped, stats.is_fault))
+    return found
+
+
+@pytest.mark.parametrize("factor", [1e4, float("inf")])
+def test_the_search_for_the_loss_scale_is_no_fault(factor: float, folders: Path, tmp_path: Path) -> None:
+    """Three skipped updates in a row end a run. A search from 2^16 may take more; one that reaches 1 has found none."""
+    (found,) = run_ranks(searched, 1, tmp_path, folders, factor)
+    skipped = sum(skips for skips, _ in found)
+    faults_from = 17 if factor == float("inf") else 20  # the first overflow does not lower the scale
+    assert skipped == 20 if factor == float("inf") else 3 < skipped < 15
+    assert [is_fault for _, is_fault in found] == [False] * faults_from + [True] * (20 - faults_from)

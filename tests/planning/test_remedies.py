@@ -70,7 +70,7 @@ def planner(device_gib: float, host_gib: float | None = None) -> Any:
 CHOICES = {
     "model.gradient_checkpointing": (None, True),
     "model.activation_offload": (None, True),
-    "actor.zero.stage": (None, 2, 3),
+    "actor.zero.stage": (None, 1, 2, 3),
     "actor.zero.offload_optimizer": (None, True),
     "actor.zero.offload_parameters": (None, True),
     "rollout.offload_states": (None, True),

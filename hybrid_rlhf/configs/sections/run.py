@@ -54,7 +54,7 @@ class FaultsConfig(Settings):
     the stacks of all ranks to the folder stacks. 0: no limit."""
     max_skipped_steps: Annotated[int, "0 (never) or more"] = advanced(3)
     """Number of consecutive steps skipped because of a non-finite gradient, score or log-prob after which the run ends;
-    0: no limit."""
+    0: no limit. Overflows of float16 count once its loss scale has fallen to 1."""
 
     @property
     def collective_timeout_seconds(self) -> float:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from hybrid_rlhf.engines.deepspeed_internals import (
     copied_to_host,
     forget_fragments,
+    has_whole_gradients,
     master_partitions,
-    reduces_gradients_once,
     use_host_buffers,
     wrapped_optimizer,
 )
@@ -136,11 +136,11 @@ class OffloadedStates:
     def _tensors(self) -> Iterator[Tensor]:
         for states in wrapped_optimizer(self._engine).state.values():
             yield from (value for value in states.values() if isinstance(value, Tensor) and value.dim())
-        if self._stage == 3 or reduces_gradients_once(self._engine):
+        if self._stage == 3 or has_whole_gradients(self._engine):
             yield from master_partitions(self._engine)
 
     def _through_deepspeed(self) -> tuple[OffloadStateTypeEnum, ...]:
-        if self._stage == 0 or reduces_gradients_once(self._engine):
+        if self._stage == 0 or has_whole_gradients(self._engine):
             return ()
         return _GRADIENTS if self._stage == 3 else (OffloadStateTypeEnum.hp_params, *_GRADIENTS)
 

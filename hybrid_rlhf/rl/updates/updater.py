@@ -365,9 +365,9 @@ class Updater:
                 actor.backward(self._ptx_coef * loss.total, count=ptx_count)
                 sums["ptx"].add(loss)
         stats = actor.step()
-        if stats.skipped:
+        if stats.is_fault:
             progress.record_skipped(actor, micro_batches, losses)
-        elif self.average is not None:
+        if self.average is not None and not stats.skipped:
             self.average.update()
         return stats
 
@@ -385,7 +385,7 @@ class Updater:
             progress.sums["value"].add(loss)
             losses.append(loss.total.detach())
         stats = critic.step()
-        if stats.skipped:
+        if stats.is_fault:
             progress.record_skipped(critic, micro_batches, losses)
         return stats
 
