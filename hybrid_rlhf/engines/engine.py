@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -32,11 +31,11 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     set_grad_norm,
     skip_model_step,
 )
+from hybrid_rlhf.engines.operations import Operations, training_operations
 from hybrid_rlhf.engines.partition import base_parameters
 from hybrid_rlhf.engines.residency.offload import OffloadedWeights
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.activation_offload import ActivationOffload
-from hybrid_rlhf.models.four_bit import elements_of
 from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import pads
 from hybrid_rlhf.models.structure import layer_list
@@ -67,10 +66,10 @@ class UpdateStats:
 class EngineFacts:
     """Properties of a model for ranks that do not have it."""
 
-    parameters: int
-    """Number of parameters, including adapters."""
     packs: bool
     """True if all layers compute batches without padding."""
+    operations: Operations = Operations()
+    """What training it computes; none of a frozen model."""
     eos_token_ids: int | list[int] | None = None
     """EOS tokens of a language model's generation config."""
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -183,9 +182,9 @@ class ModelEngine:
         return self.lm.config
 
     @functools.cached_property
-    def parameters(self) -> int:
-        """Number of parameters, including adapters."""
-        return sum(elements_of(parameter) or math.prod(full_shape(parameter)) for parameter in self.module.parameters())
+    def operations(self) -> Operations:
+        """What training it computes."""
+        return training_operations(self.lm) if self.is_trained else Operations()
 
     @property
     def packs(self) -> bool:
@@ -197,7 +196,8 @@ class ModelEngine:
         """Properties of the model for ranks that do not have it."""
         settings = self.lm.generation_config if self.lm.can_generate() else None
         weights = {name: full_shape(weight) for name, weight in base_parameters(self.lm)}
-        return EngineFacts(self.parameters, self.packs, None if settings is None else settings.eos_token_id, weights)
+        eos = None if settings is None else settings.eos_token_id
+        return EngineFacts(self.packs, self.operations, eos, weights)
 
     @property
     def weight_version(self) -> int:
@@ -295,7 +295,7 @@ class AbsentEngine:
         self.role: Role = role
         self.world = world
         self.facts = facts
-        self.parameters = facts.parameters
+        self.operations = facts.operations
         self.packs = facts.packs
         self.weight_version = 0
         """Number of optimizer updates of the weights at the last synchronization."""

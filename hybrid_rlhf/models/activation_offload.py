@@ -80,4 +80,5 @@ class ActivationOffload(saved_tensors_hooks):
         return self._blocks.put(tensor)
 
     def _to_device(self, host: Any, device: torch.device) -> Tensor:
-        return self._blocks.get(*host, device)
+        form, pieces = host
+        return self._blocks.get(form, pieces, device)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a config with the number of routed experts of a layer."""
+CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts")
+"""Those with the number that a token passes through."""
 
 
 def backbone_of(lm: PreTrainedModel) -> PreTrainedModel:
@@ -49,6 +54,15 @@ def layer_matrices(lm: PreTrainedModel) -> list[nn.Parameter]:
 def has_mixture(lm: nn.Module) -> bool:
     """True if a model has a mixture of experts."""
     return any(name.split(".")[-1] in ("experts", "router") for name, _ in lm.named_modules())
+
+
+def active_experts(config: PreTrainedConfig) -> float:
+    """Part of the routed experts that a token passes through; 1 without a mixture."""
+    experts, chosen = (
+        next((value for key in keys if (value := getattr(config, key, None))), None)
+        for keys in (EXPERTS, CHOSEN_EXPERTS)
+    )
+    return chosen / experts if chosen and experts else 1.0
 
 
 def listed_mixtures(lm: nn.Module) -> list[nn.Module]:

@@ -24,6 +24,7 @@ from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.sampling_engine import rounds_otherwise
 from hybrid_rlhf.models.expert_parallel import expert_layers
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
+from hybrid_rlhf.models.structure import CHOSEN_EXPERTS, active_experts
 from hybrid_rlhf.planning.shapes import ShapedModel, shaped_model
 
 TAIL_SIGMA = 0.6
@@ -90,13 +91,11 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
     config = model.text_config
     heads, kv_heads, head_dim = model.attention_sizes or (1, 0, 0)
     sizes = {name: each.numel() for name, each in model.lm.named_parameters()}
-    experts, chosen = (
-        next((value for key in keys if (value := getattr(config, key, None))), None) for keys in (EXPERTS, _CHOSEN)
-    )
+    chosen = next((value for key in CHOSEN_EXPERTS if (value := getattr(config, key, None))), 0)
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     layers = config.num_hidden_layers
     in_layers = float(model.layer_elements)
-    idle = routed * (1 - chosen / experts) if chosen and experts else 0.0
+    idle = routed * (1 - active_experts(config))
     return ModelDimensions(
         layers=layers,
         hidden=config.hidden_size,
@@ -110,12 +109,8 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
         active=1 - idle / in_layers,
         gated=any("gate" in name for name in sizes),
         experts=float(routed),
-        choices=float((chosen or 0) * len(expert_layers(model.lm))),
+        choices=float(chosen * len(expert_layers(model.lm))),
     )
-
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_CHOSEN = ("num_experts_per_tok", "top_k_experts")
 
 
 @dataclass(frozen=True)

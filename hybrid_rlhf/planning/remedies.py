@@ -18,9 +18,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
+from hybrid_rlhf.models.structure import EXPERTS
 from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.dotted_keys import Settings, with_settings
-from hybrid_rlhf.planning.job import EXPERTS
 from hybrid_rlhf.planning.memo import once_for
 from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory
 from hybrid_rlhf.planning.shapes import read_config

@@ -143,6 +143,7 @@ def speed_metrics(
     roles: Roles,
     sampled: SampledTokens,
     trained_tokens: float,
+    operations: float,
     seconds: Mapping[str, float],
     *,
     work: DecodeWork,
@@ -154,6 +155,7 @@ def speed_metrics(
         roles: the models.
         sampled: number of tokens of the completions.
         trained_tokens: tokens of the mini-batches of all updates, as in UpdateReport.
+        operations: floating-point operations of the updates, as there.
         seconds: time of generation, training, other timed parts, and the whole step.
         work: bytes read and steps made by decoding on the first rank that samples.
         hidden: seconds of generation during the training of earlier steps.
@@ -171,8 +173,7 @@ def speed_metrics(
     metrics["perf/tokens_per_second"] = sampled.total / seconds["step"]
     if on_gpu:
         metrics |= model_flops_utilisation(
-            parameters=sum(role.parameters for role in roles.learners.values()),
-            tokens=trained_tokens,
+            operations=operations,
             seconds=seconds["training"],
             ranks=len({rank for role in roles.learners.values() for rank in role.world.members}),
             device=device,

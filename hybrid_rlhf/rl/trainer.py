@@ -212,7 +212,15 @@ class RLTrainer(Trainer):
         seconds["step"] = time.perf_counter() - start
         sampled = self._collector.sampled
         hidden = self._ahead.hidden_seconds
-        metrics = speed_metrics(self._roles, sampled, report.trained_tokens, seconds, work=cost.work, hidden=hidden)
+        metrics = speed_metrics(
+            self._roles,
+            sampled,
+            report.trained_tokens,
+            report.operations,
+            seconds,
+            work=cost.work,
+            hidden=hidden,
+        )
         return metrics | self._session.placement_metrics(seconds, sampled)
 
     def evaluate(self) -> dict[str, float]:

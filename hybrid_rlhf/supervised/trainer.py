@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from hybrid_rlhf.configs.sections.training import TrainConfig
 from hybrid_rlhf.data.loaders import BatchLoader
@@ -66,9 +67,9 @@ class Objective(ABC, Generic[BatchT]):
     def count(self, batch: BatchT) -> int:
         """The denominator of the loss of a batch: its number of tokens, pairs or labels."""
 
-    def tokens(self, batch: Any) -> int:
-        """Number of tokens of a batch, without padding."""
-        return int(batch.attention_mask.sum())
+    def masks(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Masks [B, T] of the real tokens of a batch, and of those whose log-probs a causal LM computes."""
+        return batch.attention_mask, batch.response_mask
 
     @abstractmethod
     def loss(self, engine: ModelEngine, batch: BatchT) -> LossSum:
@@ -149,7 +150,10 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
             stats = self._engine.step()
             means = sums.means(world)
         seconds = self._run.timers.take()["training"]
-        speed = global_count(sum(objective.tokens(batch) for batch in batches), world) / seconds
+        masks = [objective.masks(batch) for batch in batches]
+        speed = global_count(sum(int(real.sum()) for real, _ in masks), world) / seconds
+        of_rows = self._engine.operations.of_rows
+        operations = sum(of_rows(real.sum(dim=1), head_tokens=float(wanted.sum())) for real, wanted in masks)
         if stats.is_fault:
             self._skipped.keep(step, list(map(dict, rows_with_non_finite_loss(micro_batches, losses, world=world))))
         norm = {} if stats.grad_norm is None else {"grad_norm": stats.grad_norm}
@@ -162,7 +166,7 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
             "perf/train_tokens_per_second": speed,
             "perf/tokens_per_second": speed,
             **model_flops_utilisation(
-                parameters=self._engine.parameters, tokens=speed, seconds=1.0, ranks=world.size, device=world.device
+                operations=global_count(operations, world), seconds=seconds, ranks=world.size, device=world.device
             ),
             "memory/peak_gib": peak_memory_gib(world.device),
             **self._skipped.record(step, ["the gradient"] if stats.is_fault else []),

@@ -87,7 +87,7 @@ def trained(world: World, path: Path, cases: list[Case]) -> list[dict[str, Any]]
         updates = [update(engine, world) for _ in range(UPDATES)]
         held = sum(weight.numel() for weight in engine.lm.parameters())
         weights = {name: tensor for name, tensor in full_tensors(engine.lm, world) if tensor is not None}
-        results.append({"updates": updates, "weights": weights, "parameters": engine.parameters, "held": held})
+        results.append({"updates": updates, "weights": weights, "operations": engine.operations, "held": held})
     return results
 
 
@@ -124,7 +124,7 @@ def test_split_experts_train_as_whole_ones(mixture: Path, tmp_path: Path, ranks:
         torch.testing.assert_close(
             torch.tensor(result["updates"]), torch.tensor(expected["updates"]), atol=1e-5, rtol=1e-5
         )
-        assert result["parameters"] == expected["parameters"], case
+        assert result["operations"] == expected["operations"], case
         if case["stage"] < 3:
             assert result["held"] == planned(mixture, case["experts"]), "what the plan counts"
         assert result["weights"].keys() == expected["weights"].keys()

@@ -100,6 +100,13 @@ def test_a_warm_up_moves_the_critic_alone(build: Any) -> None:
     assert all(map(torch.equal, before[0], weights(parts.roles.actor)))
     assert not all(map(torch.equal, before[1], weights(parts.roles.critic)))
     assert "loss/policy" not in report.metrics and "loss/value" in report.metrics
+    index = plan.index
+    actor, critic = (
+        role.operations.of_rows(index.lengths, head_tokens=float(index.responses.sum()))
+        for role in (parts.roles.actor, parts.roles.critic)
+    )
+    assert 0 < report.operations == critic < actor, "what the utilisation of the GPUs counts"
+    assert parts.updater.update(batch, [plan] * 2).operations == 2 * (actor + critic)
 
 
 @pytest.mark.parametrize(("estimator", "function"), [("k2", kl_k2), ("k3", kl_k3)])

@@ -16,7 +16,7 @@ def named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 def test_shares_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     named(monkeypatch, "NVIDIA H100 80GB HBM3")
-    found = model_flops_utilisation(parameters=1e9, tokens=989e3, seconds=12.0, ranks=2, device=GPU)
+    found = model_flops_utilisation(operations=6e9 * 989e3, seconds=12.0, ranks=2, device=GPU)
     assert found == {"perf/mfu": pytest.approx(0.25)}
     found = decode_roofline(read_bytes=3.35e12, seconds=4.0, device=GPU)
     assert found == {"perf/decode_roofline": pytest.approx(0.25)}
@@ -25,7 +25,7 @@ def test_shares_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_said_of_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     named(monkeypatch, "Some GPU")
     for device in (GPU, CPU):
-        assert model_flops_utilisation(parameters=1, tokens=1, seconds=1, ranks=1, device=device) == {}
+        assert model_flops_utilisation(operations=1, seconds=1, ranks=1, device=device) == {}
         assert decode_roofline(read_bytes=1, seconds=1, device=device) == {}
     named(monkeypatch, "H200")
     assert decode_roofline(read_bytes=0, seconds=1, device=GPU) == {}, "a model without a layout counts nothing"

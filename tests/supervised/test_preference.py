@@ -248,7 +248,7 @@ def test_an_update_on_pairs_is_the_loss_of_their_completions() -> None:
     torch.testing.assert_close(found.total.detach(), expected.total)
     torch.testing.assert_close(found.stats, expected.stats)
     assert engine.shares == [[1.0, 0.5, 0.5, 0.0, 0.5, 0.5, 0.0]]
-    assert (objective.count(batch), objective.tokens(batch)) == (3, 3 + 2 + 4 + 1 + 2 + 1 + 1)
+    assert (objective.count(batch), int(objective.masks(batch)[0].sum())) == (3, 3 + 2 + 4 + 1 + 2 + 1 + 1)
     means = {"loss": 1.0, "accuracy": 2.0, "margin": 3.0, "chosen_reward": 4.0, "rejected_reward": 5.0, "sft": 6.0}
     assert objective.name == "preference"
     assert objective.metrics(means, "eval") == {f"eval/{name}": value for name, value in means.items()}

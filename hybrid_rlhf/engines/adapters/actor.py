@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -18,6 +19,7 @@ from hybrid_rlhf.engines.adapters.engine import AdapterRow
 from hybrid_rlhf.engines.builder import EngineSpec, learning_rate
 from hybrid_rlhf.engines.engine import EngineFacts, Role, UpdateStats
 from hybrid_rlhf.engines.learning_rates import lr_factor
+from hybrid_rlhf.engines.operations import TRAINED, Operations, training_operations
 from hybrid_rlhf.engines.partition import base_parameters, full_tensors
 from hybrid_rlhf.engines.sampling_engine import groups_of
 from hybrid_rlhf.engines.weight_check import logprob_limit
@@ -86,10 +88,11 @@ class AdapterActor:
         self._outputs: list[Tensor] = []
         """Log-probs and entropies [2, T] of the rows of the last forward pass with gradient."""
 
-    @property
-    def parameters(self) -> int:
-        """Number of parameters, including the adapter."""
-        return sum(weight.numel() for weight in self.lm.parameters()) + self.engine.adapter(self.name).size
+    @functools.cached_property
+    def operations(self) -> Operations:
+        """What training its adapter computes."""
+        base = training_operations(self.lm)
+        return base._replace(token=base.token + TRAINED * self.engine.adapter(self.name).size)
 
     @property
     def facts(self) -> EngineFacts:
@@ -97,7 +100,7 @@ class AdapterActor:
         weights = {name: tuple(weight.shape) for name, weight in base_parameters(self.lm)}
         settings = self.lm.generation_config
         eos = None if settings is None else settings.eos_token_id
-        return EngineFacts(self.parameters, self.packs, eos, weights, self.max_logprob_diff, self.rounds_otherwise)
+        return EngineFacts(self.packs, self.operations, eos, weights, self.max_logprob_diff, self.rounds_otherwise)
 
     @property
     def weight_version(self) -> int:

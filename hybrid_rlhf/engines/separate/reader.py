@@ -43,8 +43,7 @@ class InferenceReader:
         self.reports_rows = group.is_main
         """True if the results of this rank count, among those that compute the same rows."""
         self.config = lm.config
-        self.parameters = lm.num_parameters()
-        self.facts = EngineFacts(self.parameters, self.packs)
+        self.facts = EngineFacts(self.packs)
         """Properties of the model for ranks that do not have it."""
         scores = role in ("reward", "critic")
         self._model: InferencePolicy | InferenceScorer

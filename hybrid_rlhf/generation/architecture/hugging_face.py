@@ -150,14 +150,20 @@ def _activation(name: str | None) -> Activation:
     return _ACTIVATIONS[name or "gelu"]
 
 
-_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Layer types with windows, and the config field with the window size."""
-_ATTENTION_TYPES = {"full_attention", "hybrid", *_WINDOWS}
+ATTENTION_TYPES = {"full_attention", "hybrid", *WINDOWS}
 """`hybrid`: full attention with a recurrence beside it."""
 _KIND_SETTINGS = {"scale", "layers_without_rotary", "with_rotary", "without_rotary", "kv_sizes"}
 """Settings of a family that belong to its kinds of attention: the scale, or a list of one per layer; the layers without
 rotary positions; further fields of the kinds with and without rotary positions; and, if layer types differ, the number
 of KV heads and the head size of each type."""
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """The type of each layer, as configs of transformers name it."""
+    default = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
 
 
 def _kinds(
@@ -174,16 +180,15 @@ def _kinds(
     unrotated = kind_settings.get("layers_without_rotary", ())
     if isinstance(scale, list):
         return tuple(AttentionKind(layer_scale) for layer_scale in scale), tuple(range(layers))
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
-    if unknown := {name for layer, name in enumerate(types) if layer in attended} - _ATTENTION_TYPES:
+    types = layer_types(config)
+    if unknown := {name for layer, name in enumerate(types) if layer in attended} - ATTENTION_TYPES:
         raise NotDescribed(f"no layer type {min(unknown)}")
     layer_keys = [(name, layer not in unrotated) if layer in attended else None for layer, name in enumerate(types)]
     order = sorted({key for key in layer_keys if key is not None})
     kinds = tuple(
         AttentionKind(
             scale,
-            getattr(config, _WINDOWS[name]) if name in _WINDOWS else None,
+            getattr(config, WINDOWS[name]) if name in WINDOWS else None,
             chunked=name == "chunked_attention",
             rotary=_rotary(lm, name) if rotates else None,
             **kind_settings.get("with_rotary" if rotates else "without_rotary", {}),

@@ -116,6 +116,8 @@ class UpdateReport:
     metrics: dict[str, float]
     trained_tokens: float
     """Real tokens of the mini-batches of all updates, over all ranks."""
+    operations: float
+    """Floating-point operations of all updates, over all ranks."""
     batch: Batch
     """The batch, with old log-probs from the training forward in any case."""
     skipped: SkippedRows | None
@@ -285,8 +287,17 @@ class Updater:
         if last is not None and computes_old:
             current = last.collect(index, width=rollout.input_ids.shape[1])
             batch = replace(batch, rollout=replace(rollout, old_logprobs=current))
-        trained = float(index.lengths.sum()) * progress.updates / len(plans[0].rows)
-        return UpdateReport(self._metrics(progress), trained, batch, self._skipped(progress, rollout, index), ratios)
+        passes = progress.updates / len(plans[0].rows)
+        learners = [learner for role, learner in self._roles.learners.items() if train_actor or role != "actor"]
+        head_tokens = float(index.responses.sum())
+        return UpdateReport(
+            self._metrics(progress),
+            float(index.lengths.sum()) * passes,
+            sum(each.operations.of_rows(index.lengths, head_tokens=head_tokens) for each in learners) * passes,
+            batch,
+            self._skipped(progress, rollout, index),
+            ratios,
+        )
 
     def value_loss(self, critic: ModelEngine, batch: Batch) -> LossSum:
         """The critic's loss on a micro-batch."""

@@ -1,7 +1,7 @@
 """Profiles: traces of selected steps, and the utilisation of the GPU's arithmetic and memory bandwidth.
 
-Traces are those of torch.profiler (chrome://tracing, Perfetto). MFU follows Chowdhery et al. 2022 (arXiv 2204.02311),
-appendix B, without attention: 6 operations per parameter and token.
+Traces are those of torch.profiler (chrome://tracing, Perfetto). MFU is that of Chowdhery et al. 2022 (arXiv
+2204.02311), of operations that engines/operations.py counts.
 """
 
 from __future__ import annotations
@@ -45,12 +45,10 @@ def peak_flops(device: torch.device) -> float | None:
     return None if tflops is None else tflops * 1e12
 
 
-def model_flops_utilisation(
-    *, parameters: float, tokens: float, seconds: float, ranks: int, device: torch.device
-) -> dict[str, float]:
-    """perf/mfu of training on this many tokens over all ranks; {} if the peak is unknown."""
+def model_flops_utilisation(*, operations: float, seconds: float, ranks: int, device: torch.device) -> dict[str, float]:
+    """perf/mfu of this many floating-point operations over all ranks; {} if the peak is unknown."""
     peak = peak_flops(device)
-    return {} if peak is None else {"perf/mfu": 6 * parameters * tokens / (seconds * ranks * peak)}
+    return {} if peak is None else {"perf/mfu": operations / (seconds * ranks * peak)}
 
 
 def decode_roofline(*, read_bytes: float, seconds: float, device: torch.device) -> dict[str, float]:

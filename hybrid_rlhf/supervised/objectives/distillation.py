@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sft import DistillConfig
@@ -98,9 +99,9 @@ class DistillObjective(Objective[DistillBatch]):
         """Number of tokens with loss."""
         return int(batch.tokens.loss_mask.sum())
 
-    def tokens(self, batch: DistillBatch) -> int:
-        """Number of tokens, without padding."""
-        return int(batch.tokens.attention_mask.sum())
+    def masks(self, batch: DistillBatch) -> tuple[Tensor, Tensor]:
+        """See Objective."""
+        return batch.tokens.attention_mask, batch.tokens.loss_mask
 
     def loss(self, engine: ModelEngine, batch: DistillBatch) -> LossSum:
         """Return the divergence from the teacher plus the SFT loss, summed over the tokens with loss."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.losses import LossSum, sft_loss
@@ -20,6 +22,10 @@ class SFTObjective(Objective[TokenBatch]):
 
     name = "sft"
     collator = staticmethod(collate_tokens)
+
+    def masks(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """See Objective."""
+        return batch.attention_mask, batch.loss_mask
 
     def count(self, batch: TokenBatch) -> int:
         """Number of tokens with loss."""
