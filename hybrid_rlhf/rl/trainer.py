@@ -289,7 +289,7 @@ class RLTrainer(Trainer):
         done = 0 if state is None else state.step
         self._samples.resume(done)
         self._tokens.resume(done)
-        self._ahead.resume(done)
+        self._ahead.resume(done + (self._interrupted is not None))
         if self._parts.scaling.needs_initial_scores:
             prompts = self._session.prompts
             first = range(min(len(prompts), self._rl.rollout.prompts_per_step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import threading
 import time
 from collections import Counter
@@ -27,7 +28,9 @@ from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.rl.rollouts.live import LiveBatch
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.streaming import StreamingSampler, recorded_order
+from hybrid_rlhf.runtime.files.checkpoint_folder import read_manifest
 from hybrid_rlhf.runtime.files.json_lines import read_lines
+from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ahead import (
@@ -117,7 +120,9 @@ def test_without_a_lag_it_is_the_synchronous_loop_and_an_order_repeats_a_run(
     assert not same_weights(tmp_path / "synchronous", tmp_path / "streams")
 
 
-def streaming_of(world: World, path: Path, folder: Path, *, lag: int, steps: int, longest: int = 24) -> Any:
+def streaming_of(
+    world: World, path: Path, folder: Path, *, lag: int, steps: int, longest: int = 24, greedy: bool = False
+) -> Any:
     actor, stream = build_sampling_actor(world, str(path), streaming=StreamingConfig(max_lag=lag))
     config = RolloutConfig(
         prompts_per_step=2,
@@ -137,6 +142,7 @@ def streaming_of(world: World, path: Path, folder: Path, *, lag: int, steps: int
         per_step=2,
         total_steps=steps,
         folder=folder,
+        greedy=greedy,
     )
     return actor, ahead
 
@@ -217,6 +223,66 @@ def test_a_checkpoint_keeps_prompts_and_tokens(model: Path, rows: Path, tmp_path
     shutil.rmtree(run / "checkpoints" / "step_2")
     with user_error("starts where the process of its step did, at step 3, got no checkpoint"):
         RecordedStep.read(run, 4).resumed_config(tmp_path / "other")
+
+
+def test_running_completions_survive_checkpoints_greedy_ones_too(world: World, model: Path, tmp_path: Path) -> None:
+    """A checkpoint is restored, written again before a rollout (as after a resume within a step), and restored; the
+    greedy completion of a prompt has its own tokens beside those of the samples, finished or not."""
+
+    def stored(ahead: StreamingSampler) -> tuple[Any, ...]:
+        return ahead.state_dict(), ahead.carried_state(world), ahead.tensors(), ahead.stream.state_dict()
+
+    def carried(state: tuple[Any, ...]) -> list[list[int]]:
+        ids, masks = (state[2][f"carried.{name}"] for name in ("input_ids", "response_mask"))
+        return [row[mask].tolist() for row, mask in zip(ids, masks, strict=True)]
+
+    def restored(state: tuple[Any, ...], lag: int) -> StreamingSampler:
+        _, ahead = streaming_of(world, model, tmp_path / "other", lag=lag, steps=8, longest=40, greedy=True)
+        steps, carried, tensors, stream = state
+        ahead.stream.load_state_dict(stream)
+        ahead.load_state_dict(steps, [tensors], world, carried)
+        return ahead
+
+    _, ahead = streaming_of(world, model, tmp_path, lag=3, steps=8, longest=40, greedy=True)
+    with ahead.running():
+        for step in (1, 2):
+            ahead.take(step)
+        first = stored(ahead)
+    assert {None, "stop"} < {*first[1]["finish_reasons"][0]}, "steps 3 and 4 are finished, step 5 has begun"
+    again = stored(restored(first, lag=1))
+    assert again[:2] == first[:2] and all(torch.equal(again[2][name], tensor) for name, tensor in first[2].items())
+    resumed = restored(again, lag=1)  # with the smaller lag, step 3 does not begin what step 5 has
+    with resumed.running():
+        rollouts = [resumed.take(3)[1]]
+        of_step_5 = [carried(first)[-6:], carried(stored(resumed))[-6:]]
+        rollouts += [resumed.take(step)[1] for step in (4, 5)]
+    assert of_step_5[0] == of_step_5[1]
+    _, alone = streaming_of(world, model, tmp_path / "alone", lag=0, steps=8, longest=40, greedy=True)
+    with alone.running():
+        expected = [alone.take(step)[1] for step in range(1, 6)][2:]
+    for rollout, of_step in zip(rollouts, expected, strict=True):
+        assert torch.equal(rollout.input_ids, of_step.input_ids), "the same weights: the same tokens"
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_within_a_step_keeps_completions_and_order(model: Path, rows: Path, tmp_path: Path) -> None:
+    """The checkpoint after the step has the completions that the one within it had, and a replay has its order."""
+    run = tmp_path / "run"
+    line = rollout_line(run, model, rows, "--algorithm remax --rollout.streaming.max_lag 2 --logging.samples_every 1")
+    line += ["--rollout.sampling.max_new_tokens", "40", "--rollout.prompts_per_step", "4"]
+    point = Point("hybrid_rlhf.rl.updates.updater:Updater.update", 2, 0, signal=signal.SIGTERM)
+    assert run_step("hybrid_rlhf.cli.rl", 1, line, point) == [STOPPED_EXIT_CODE]
+    run_main("hybrid_rlhf.cli.rl", 1, [*line, "--resume", "auto"])
+    manifests = (read_manifest(run / "checkpoints" / name) for name in ("step_1_update_0", "step_2"))
+    within, after = (manifest["loop"]["carried"]["finish_reasons"] for manifest in manifests)
+    assert within == after != []
+    assert Counter(line["step"] for line in sampled(run)) == {1: 4, 2: 4, 3: 4, 4: 4}
+    assert [(line["step"], line["opened"]) for line in read_lines(run / "order.jsonl")] == [
+        (1, 1),
+        (2, 1),
+        (3, 3),
+        (4, 3),
+    ]
 
 
 @pytest.mark.faults

@@ -151,8 +151,9 @@ class AsyncSampler:
         rows = self.stream.take(self._partial.wanted(step))
         return SampledStep(rows, None, part=self._partial.begin(step, rows, first=first))
 
-    def resume(self, done: int) -> None:
-        """Continue a run after a number of steps; `load_state_dict` was called before if a checkpoint exists."""
+    def resume(self, taken: int) -> None:
+        """Continue a run that has taken the completions of a number of steps, an interrupted one included;
+        `load_state_dict` was called before if a checkpoint exists."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

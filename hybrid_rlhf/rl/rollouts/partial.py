@@ -46,6 +46,8 @@ class AssignedPrompt:
     """True if the experts of its completions are recorded, where the model has experts."""
     begun: Sequence[Completion] = ()
     """Its completions so far; empty before its first rollout."""
+    greedy: bool = False
+    """True for the greedy completion beside the samples of the prompt."""
 
 
 @dataclass(frozen=True)

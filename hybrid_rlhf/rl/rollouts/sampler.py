@@ -278,7 +278,8 @@ class RolloutSampler:
             if place % groups == group
         ]
         if greedy:
-            mine += [replace(prompt, params=replace(prompt.params, n=1, temperature=0.0)) for prompt in mine]
+            greedily = {"n": 1, "temperature": 0.0}
+            mine += [replace(prompt, params=replace(prompt.params, **greedily), greedy=True) for prompt in mine]
         return mine
 
     def progress(self, mine: Sequence[AssignedPrompt], step: int, shown_as: str | None = None) -> ProgressLog:

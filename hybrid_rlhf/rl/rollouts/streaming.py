@@ -33,7 +33,7 @@ from hybrid_rlhf.generation.batching.arrivals import Taken
 from hybrid_rlhf.rl.batch import Rollout, restored_rows
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, SampledStep
 from hybrid_rlhf.rl.rollouts.live import LiveBatch, Order, Ticket
-from hybrid_rlhf.rl.rollouts.partial import begun_state, restored_completions
+from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt, begun_state, restored_completions
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after, read_lines
@@ -79,7 +79,7 @@ class StreamingSampler(AsyncSampler):
         self._tickets: dict[int, Ticket] = {}
         """This rank's prompts of each step that were added to the batch."""
         self._begun: dict[int, list[Any]] = {}
-        """Completions so far of a checkpoint's prompts, by number of the prompt."""
+        """Completions so far of a checkpoint's prompts, on every rank, by number of the prompt."""
         self._folder = folder
         self._lines = JsonLinesFile(folder / ORDER_FILE)
         self._first = 1
@@ -136,21 +136,23 @@ class StreamingSampler(AsyncSampler):
         for number in range(step, min(step + self._config.max_lag, self.total_steps) + 1):
             if number not in self._ahead:
                 if self.stream.left <= 0:
-                    return
+                    break
                 self._ahead[number] = self._next(number)
             if number not in self._tickets:
-                assigned = self.sampler.assigned(
-                    self.prompts(self._ahead[number].rows), step=number, greedy=self.greedy
-                )
-                mine = [
-                    replace(prompt, begun=self._begun.pop(self._number(number, prompt.place), []))
-                    for prompt in assigned
-                ]
+                mine = self._assigned(number)
                 self._tickets[number] = live.add(mine, self.sampler.progress(mine, number))
+        if self._tickets.keys() >= self._ahead.keys():
+            self._begun.clear()
 
-    def _number(self, step: int, place: int) -> int:
-        """Number of a prompt in the run."""
-        return (step - 1) * self.per_step + place
+    def _assigned(self, step: int) -> list[AssignedPrompt]:
+        """This rank's prompts of a step, with their completions in the checkpoint that the run resumed from."""
+        prompts = self.sampler.assigned(self.prompts(self._ahead[step].rows), step=step, greedy=self.greedy)
+        return [replace(prompt, begun=self._begun.get(self._number(step, prompt), [])) for prompt in prompts]
+
+    def _number(self, step: int, prompt: AssignedPrompt) -> int:
+        """Number of a prompt in the run, below 0 for its greedy completion."""
+        number = (step - 1) * self.per_step + prompt.place
+        return -1 - number if prompt.greedy else number
 
     # -- the recorded order
 
@@ -192,9 +194,12 @@ class StreamingSampler(AsyncSampler):
         """The completions so far, for a checkpoint; call on every rank after `state_dict`."""
         live = self.sampler.live
         begun = [] if live is None else live.begun([*self._tickets.values()])
+        by_step = dict(zip(self._tickets, begun, strict=True))
+        # an interrupted step resumes without a rollout, so that the batch has not taken what its checkpoint holds
+        by_step |= {step: self._assigned(step) for step in self._ahead if step not in by_step}
         numbered = [
-            replace(prompt, place=self._number(step, prompt.place))
-            for step, prompts in zip(self._tickets, begun, strict=True)
+            replace(prompt, place=self._number(step, prompt))
+            for step, prompts in by_step.items()
             for prompt in prompts
             if prompt.begun
         ]
@@ -231,10 +236,10 @@ class StreamingSampler(AsyncSampler):
         if carried is not None:
             self._begun = restored_completions(shards, carried["finish_reasons"])
 
-    def resume(self, done: int) -> None:
+    def resume(self, taken: int) -> None:
         """Drop what an interrupted run has written to order.jsonl after a step."""
         if self.sampler.world.is_main:
-            drop_lines_after(self._folder / ORDER_FILE, done)
+            drop_lines_after(self._folder / ORDER_FILE, taken)
 
 
 def copy_order(folder: Path, step: int, file: Path) -> int:
