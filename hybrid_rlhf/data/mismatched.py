@@ -7,7 +7,7 @@ the reference model scores it only once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,18 @@ from hybrid_rlhf.data.row_views import AugmentedRows, column_array
 
 
 def with_mismatched_completions(rows: Dataset, *, max_length: int) -> AugmentedRows:
-    """Double the `responses` and `masks` of each row: append its prompt with completions of the next row.
+    """Double the `responses` and `masks` of each row: append its prompt with completions of the next row that has
+    another prompt. Where all rows have the same prompt, they are completions of the next row.
 
     A pair takes the chosen and the rejected completion of the next pair, so that both count equally, as in TRL's
     unpaired data (kto_trainer.py). A row with one completion takes one of the next row, selected by the row's index.
 
     The beginning of a prompt is truncated where it is too long together with the completion.
     """
+    places = _next_of_other_prompt(rows, max_length)
 
     def add(index: int, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        following = rows[(index + 1) % len(rows)]
+        following = rows[int(places[index])]
         begin = row["masks"][0].index(True)
         count = len(following["responses"])
         responses = list(row["responses"])
@@ -46,6 +48,40 @@ def with_mismatched_completions(rows: Dataset, *, max_length: int) -> AugmentedR
     # Upper bounds of the tokens with the mismatched completions, for the size of micro-batches.
     lengths = column_array(rows, "length")
     counts = np.asarray([len(labels) for labels in rows["labels"]])
-    added = counts * np.minimum(max_length, lengths + np.roll(lengths, -1))
+    added = counts * np.minimum(max_length, lengths + lengths[places])
     tokens = column_array(rows, "tokens") + added
     return AugmentedRows(rows, add, columns={"tokens": tokens.tolist(), "padded_tokens": (2 * added).tolist()})
+
+
+def _next_of_other_prompt(rows: Dataset, max_length: int) -> np.ndarray:
+    """[N] int64, index of the next row with another prompt, after the last row that of the first such row; of the next
+    row where all have the same prompt."""
+    is_cut = column_array(rows, "length") >= max_length
+    prompts = _prompts(rows)
+    first = last = next(prompts, np.arange(0))
+    differs = np.zeros(len(rows), dtype=bool)
+    for place, prompt in enumerate(prompts, 1):
+        differs[place] = not _are_same(prompt, last, cut=bool(is_cut[place] or is_cut[place - 1]))
+        last = prompt
+    differs[:1] = not _are_same(first, last, cut=bool(is_cut[:1].any() or is_cut[-1:].any()))
+    begins = np.flatnonzero(differs)
+    after = np.arange(1, len(rows) + 1)
+    return begins[np.searchsorted(begins, after) % len(begins)] if len(begins) else after % max(len(rows), 1)
+
+
+def _prompts(rows: Dataset) -> Iterator[np.ndarray]:
+    """Tokens of the prompt of each row."""
+    for batch in rows.select_columns(["responses", "masks"]).with_format("arrow").iter(batch_size=1000):
+        for responses, masks in zip(batch["responses"], batch["masks"], strict=True):
+            begin = masks.values[0].values.to_numpy(zero_copy_only=False).argmax()
+            yield responses.values[0].values.to_numpy()[:begin]
+
+
+def _are_same(prompt: np.ndarray, other: np.ndarray, *, cut: bool) -> bool:
+    """True if two rows have the same prompt; where it was cut (data/encoding.py), each may lack a part of it."""
+    if not cut or len(prompt) == len(other):
+        return np.array_equal(prompt, other)
+    shared = min(len(prompt), len(other))
+    begin = np.append(prompt[:shared] != other[:shared], True).argmax()
+    end = np.append(prompt[::-1][:shared] != other[::-1][:shared], True).argmax()
+    return bool(begin + end >= shared)

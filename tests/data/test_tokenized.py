@@ -291,6 +291,34 @@ def test_labels_stand_alone_or_come_of_pairs(load: Load) -> None:
     assert sorted([*batch.labelled_index.tolist(), *batch.mismatched_index.tolist()]) == list(range(12))
 
 
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [("aabbcc", [2, 2, 4, 4, 0, 0]), ("abbbaa", [1, 4, 4, 4, 1, 1]), ("aab", [2, 2, 0]), ("aaa", [1, 2, 0])],
+)
+@pytest.mark.parametrize("begin", ["", "word " * 30])
+def test_mismatched_completions_are_of_another_prompt(
+    load: Load, prompts: str, expected: list[int], begin: str
+) -> None:
+    """Adjacent rows of one prompt, around the end, and those whose answers leave different parts of a long prompt."""
+    rows = [
+        {"prompt": f"{begin}{prompt}?", "completion": "a" * (place + 1), "label": place % 2 == 0}
+        for place, prompt in enumerate(prompts)
+    ]
+    data = load("labelled", rows, max_length=60, too_long="truncate").train
+
+    def answer(row: Any, number: int) -> int:
+        return len(own_tokens(row, number)) - 2  # its place, without the end of its turn
+
+    shuffled = [answer(row, 0) for row in data]
+    data = data.select([shuffled.index(place) for place in range(len(prompts))])
+    view = with_mismatched_completions(data, max_length=60)
+    assert [answer(view[place], 1) for place in range(len(prompts))] == expected
+    if not begin:
+        return
+    kept = {len(row["responses"][0]) - answer(row, 0) for row in data}
+    assert len(kept) > 1, "parts of different lengths"
+
+
 def own_tokens(row: Any, number: int) -> list[int]:
     """The tokens of one answer of a row."""
     return [t for t, own in zip(row["responses"][number], row["masks"][number], strict=True) if own]
