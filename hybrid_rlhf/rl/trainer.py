@@ -131,7 +131,7 @@ class RLTrainer(Trainer):
         metrics = {**rollout_metrics(report.batch, self._world), **batch.metrics, **report.metrics}
         metrics |= self._speed(report, start)
         self._require_own_samples(step, metrics)
-        if "objective/kl" in metrics:
+        if "objective/kl" in metrics and train_actor:
             self._kl.update(metrics["objective/kl"], completions=len(plans[0].index))
         if self._entropy is not None and train_actor:
             metrics["policy/entropy_coef"] = self._entropy.coef(entropy)

@@ -197,19 +197,28 @@ def test_the_entropy_bonus_is_the_entropy_of_the_whole_distribution(world: World
     torch.testing.assert_close((totals[0] - totals[1]).detach(), expected, atol=1e-3, rtol=1e-4)
 
 
-def test_tokens_of_positive_scores_are_made_likelier_by_their_mean(world: World, build: Any) -> None:
-    """VAPO's term: a mean over the positive tokens of the mini-batch, not of the micro-batch or of all tokens."""
-    learned = VAPOConfig(positive_coef=0.3)
+@pytest.mark.parametrize("counts_masked", [None, True, False])
+def test_tokens_of_positive_scores_are_made_likelier_by_their_mean(
+    counts_masked: bool | None, world: World, build: Any
+) -> None:
+    """VAPO's term: a mean over the positive tokens of the mini-batch, not of the micro-batch or of all tokens; a token
+    that a correction masks has no gradient from it either."""
+    correction = None if counts_masked is None else CorrectionConfig(method="mask", count_masked=counts_masked)
+    learned = VAPOConfig(positive_coef=0.3, correction=correction)
     parts = build(algorithm=ALGORITHM)
     batch, plan = collect(parts)
-    mask = batch.rollout.response_mask
+    rollout, mask = batch.rollout, batch.rollout.response_mask
     scores = torch.linspace(-1, 1, len(mask))
-    batch = replace(batch, rollout=replace(batch.rollout, scores=scores), advantages=torch.zeros_like(batch.advantages))
+    # every third token was drawn with half its probability or less: a weight above clip
+    drawn = rollout.old_logprobs - 0.75 * (torch.arange(mask.shape[1]) % 3 == 0)
+    rollout = replace(rollout, scores=scores, drawn_logprobs=drawn if correction else rollout.drawn_logprobs)
+    batch = replace(batch, rollout=rollout, advantages=torch.zeros_like(batch.advantages))
+    kept = mask if correction is None else mask & (torch.arange(mask.shape[1]) % 3 != 0)
     updater = Updater(parts.roles, VAPO(learned), rollout=SAMPLING)
     total, expected = 0.0, 0.0
     for mini_batch in updater._mini_batches(batch, [plan], 0.0, None):
         rows = [row for row in mini_batch.rows if scores[row] > 0]
-        positive = int(mask[rows].sum())
+        positive = int((mask if counts_masked else kept)[rows].sum())
         assert mini_batch.inputs.positive_tokens == positive > 0
         for indices in mini_batch.micro_batches[parts.roles.actor.world]:
             local = mini_batch.local(indices)
@@ -217,8 +226,10 @@ def test_tokens_of_positive_scores_are_made_likelier_by_their_mean(world: World,
             total += float(loss.total.detach()) / mini_batch.inputs.tokens
             assert local.rollout.scores is not None
             wanted = local.rollout.response_mask & (local.rollout.scores > 0)[:, None]
+            if correction is not None:
+                wanted &= torch.arange(wanted.shape[1]) % 3 != 0
             expected -= 0.3 * float(current[wanted].sum()) / positive
-    assert total == pytest.approx(expected, rel=1e-4) and expected > 1
+    assert total == pytest.approx(expected, rel=1e-4) and expected > 0.5
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.01])

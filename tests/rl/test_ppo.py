@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,12 @@ from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import KLController
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.rl.updates.updater import Progress, Updater
+from hybrid_rlhf.runtime.files.json_lines import read_lines
+from hybrid_rlhf.runtime.files.names import METRICS_FILE
 from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.ranks import run_main
 from tests.support.rl import ALGORITHM, SAMPLING, collect, rollout_of, score
+from tests.support.steps import step_line, write_rows
 
 WHOLE = MiniBatch(tokens=1.0, sequences=1.0)
 
@@ -244,6 +249,16 @@ def test_the_kl_controller_follows_ziegler() -> None:
         other.load_state_dict(controller.state_dict())
     assert resumed.kl_coef == controller.kl_coef
     assert fixed.kl_coef == 0.2, "a resumed run has the coefficient of its settings"
+
+
+@pytest.mark.slow
+def test_the_kl_coefficient_waits_for_the_actor(model_folder: Path, tmp_path: Path) -> None:
+    """While the critic alone learns, the KL is 0 by construction and says nothing of the target."""
+    rows, run = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
+    warmup = "--critic.warmup_steps 2 --algorithm.kl.horizon 10 --train.max_steps 4 --ptx null"
+    run_main("hybrid_rlhf.cli.rl", 1, step_line("ppo", run, model_folder, rows, warmup))
+    steps = [line for line in read_lines(run / METRICS_FILE) if line["step"]]
+    assert [line["objective/kl_coef"] == 0.05 for line in steps] == [True, True, True, False]
 
 
 def test_a_row_that_two_roles_skip_is_reported_once(world: World, build: Any) -> None:

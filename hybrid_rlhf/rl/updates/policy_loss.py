@@ -137,7 +137,8 @@ class PolicyLoss:
             total = total + mini_batch.kl_coef * masked_sum(weights * kl, mask=mask)
             stats["kl"] = masked_sum(kl.detach(), mask=mask)
         if isinstance(config, VAPOConfig) and mini_batch.positive_tokens:
-            likelihood = masked_sum(logprobs, mask=positive_tokens(rollout))
+            kept = logprobs if correction is None else correction.weights * logprobs
+            likelihood = masked_sum(kept, mask=positive_tokens(rollout))
             total = total - config.positive_coef * mini_batch.tokens / mini_batch.positive_tokens * likelihood
         stats["entropy"] = masked_sum(entropy.detach(), mask=mask)
         loss = LossSum(total, loss.count, {**loss.stats, **stats})

@@ -317,12 +317,11 @@ class Updater:
     ) -> Iterator[_MiniBatchRows]:
         """The mini-batches of all epochs; the rows of an epoch come to the ranks that compute them at its beginning."""
         counted = self._correction is None or self._correction.count_masked
-        kept_per_row = None
-        if not counted:
-            kept_per_row = plans[0].index.gather(self.policy_loss.kept(batch.rollout).sum(dim=1))
+        kept = batch.rollout.response_mask if counted else self.policy_loss.kept(batch.rollout)
+        kept_per_row = None if counted else plans[0].index.gather(kept.sum(dim=1))
         positive_per_row = None
         if isinstance(self._config, VAPOConfig) and self._config.positive_coef:
-            positive_per_row = plans[0].index.gather(positive_tokens(batch.rollout).sum(dim=1))
+            positive_per_row = plans[0].index.gather((positive_tokens(batch.rollout) & kept).sum(dim=1))
         learners = {role.world for role in self._roles.learners.values() if role.world.is_member}
         for plan in plans:
             parts = {world: plan.mini_batches(world) for world in learners}
