@@ -61,7 +61,8 @@ def main() -> None:
             batch = parts.estimate(parts.scorer.compute_logprobs(rollout, plan), kl_coef=0.0, step=step)
             report = parts.updater.update(batch, [plan])
             held_out = list(session.held_out)
-            evaluated = parts.scorer.score(held_out, parts.sampler.sample(held_out, step=0))
+            completions = parts.sampler.sample(held_out, step=0)
+            evaluated = parts.scorer.score(held_out, completions, evaluates=True)
             metrics = {**rollout_metrics(report.batch, run.world), **report.metrics}
             run.log(step, metrics | evaluation_metrics(evaluated, run.world, prefix="eval"))
             run.report(f"step {step}", {"objective/scores": metrics["objective/scores"]})

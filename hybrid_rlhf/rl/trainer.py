@@ -238,7 +238,7 @@ class RLTrainer(Trainer):
     def _evaluated(self, prompts: Sequence[Mapping[str, Any]]) -> Rollout:
         """Completions of prompts outside the training steps, scored, with log-probs."""
         rollout = self._parts.sampler.sample(prompts, step=_EVAL_STEP, shown_as="evaluation")
-        rollout = self._scorer.score(prompts, rollout)
+        rollout = self._scorer.score(prompts, rollout, evaluates=True)
         return self._scorer.compute_logprobs(rollout, self._parts.planner.plan(rollout))
 
     @property

@@ -7,25 +7,31 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
-from hybrid_rlhf.configs.algorithms import VAPOConfig
+from hybrid_rlhf.configs.algorithms import RAFTConfig, VAPOConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, KLConfig, PenaltiesConfig, RejectionConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.partition import copy_weights
 from hybrid_rlhf.functional.losses import kl_k2, kl_k3
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms.ppo import PPO
+from hybrid_rlhf.rl.algorithms.raft import RAFT
 from hybrid_rlhf.rl.algorithms.vapo import VAPO
 from hybrid_rlhf.rl.batch import Batch
 from hybrid_rlhf.rl.metrics import rollout_metrics
+from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.updater import Progress, Updater
 from hybrid_rlhf.runtime.world import World
-from tests.support.rl import ALGORITHM, SAMPLING, collect, sample_and_score, scaled, score
+from tests.support.rewards import Judge
+from tests.support.rl import ALGORITHM, PROMPTS, SAMPLING, collect, sample_and_score, scaled, score
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
@@ -281,11 +287,40 @@ def test_penalties_and_scaling_reach_the_last_reward(world: World, build: Any) -
     rollout, _ = sample_and_score(parts)
     lengths = rollout.response_mask.sum(dim=1)
     assert rollout.scores is not None and rollout.penalties is not None
-    torch.testing.assert_close(rollout.penalties, 0.25 * lengths + 0.5 * (~rollout.stopped))
-    batch = estimate_advantages(rollout, parts.algorithm, scaling=ScoreScaling("running"), kl_coef=0.0, world=world)
+    penalties = 0.25 * lengths + 0.5 * (~rollout.stopped)
+    torch.testing.assert_close(rollout.penalties, penalties * rollout.scores.std(), atol=1e-5, rtol=1e-4)
+    batch = estimate_advantages(rollout, parts.algorithm, scaling=parts.scaling, kl_coef=0.0, world=world)
     scaled = (rollout.scores - rollout.scores.mean()) / rollout.scores.std()
-    torch.testing.assert_close(batch.rewards.sum(dim=1), scaled - rollout.penalties, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(batch.rewards.sum(dim=1), scaled - penalties, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(batch.rollout.penalized_scores, rollout.scores - rollout.penalties)
+    before = parts.scaling.state_dict()
+    parts.scorer.score(PROMPTS, parts.sampler.sample(PROMPTS, step=2), evaluates=True)
+    assert parts.scaling.state_dict() == before, "scores of an evaluation do not count"
+
+
+def test_what_an_algorithm_selects_from_is_scaled_and_counted(world: World, build: Any) -> None:
+    """A penalty of one scaled score is one standard deviation of the scores where completions are ranked, and running
+    statistics are of all completions, also of those that are not selected."""
+    penalties = PenaltiesConfig(missing_eos="auto")
+    parts = build(
+        algorithm=replace(ALGORITHM, penalties=penalties, score_scaling="running"), reward=Reward([Judge()], world)
+    )
+    sampled = parts.sampler.sample(PROMPTS, step=1)
+    sampled = replace(sampled, stopped=torch.arange(len(sampled)) % 2 == 0)
+    data, stream = Dataset.from_list(PROMPTS), RowStream(len(PROMPTS), epochs=1, seed=0)
+    ahead = AsyncSampler(parts.sampler, prompts=data, stream=stream, per_step=4, total_steps=1)
+    ahead.take = lambda step: ([0, 1, 2, 3], sampled)  # type: ignore[method-assign]
+    for learner, expected in (
+        (RAFT(RAFTConfig(penalties=penalties, score_scaling="running")), [0.0, 2.0, 4.0, 6.0]),
+        (RAFT(RAFTConfig(penalties=penalties, score_scaling="running", select_above=3.0)), [4.0, 6.0]),
+    ):
+        parts.scaling.load_state_dict(ScoreScaling("running").state_dict())
+        rollout = Collector(ahead, parts.scorer, learner).collect(1)
+        assert rollout.scores is not None and rollout.scores.tolist() == expected
+        every = torch.arange(8.0)
+        assert parts.scaling.metrics()["objective/scaling_mean"] == every.mean()
+        assert parts.scaling.metrics()["objective/scaling_std"] == pytest.approx(float(every.std()))
+        assert rollout.metrics["objective/scores"] == pytest.approx(float(every.mean() - every.std() / 2))
 
 
 def test_scaling_knows_all_scores_so_far_and_comes_back_from_a_checkpoint() -> None:

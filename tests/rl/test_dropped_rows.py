@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,37 +11,22 @@ from datasets import Dataset
 
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig
-from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.rewards import ComponentScores, Reward, RewardBatch, RewardComponent
+from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.errors import user_error
+from tests.support.rewards import Judge
 from tests.support.rl import ALGORITHM, PROMPTS, sample_and_score
 
 ROWS = 8
 ROWS_DROPPED = [0, 3, 4, 5, 7]
-
-
-class Judge(RewardComponent):
-    """Scores a row by its number, and fails on some."""
-
-    reads_text = False
-
-    def __init__(self, failing: list[int]) -> None:
-        super().__init__(RewardComponentConfig(function="a:judge", on_failure="drop"))
-        self._failing = failing
-
-    def begin(self, share: RewardBatch) -> Callable[[], ComponentScores]:
-        failures = {place: "no" for place, row in enumerate(share.numbers) if row in self._failing}
-        values = [None if place in failures else float(row) for place, row in enumerate(share.numbers)]
-        return lambda: ComponentScores(values, failures)
 
 
 def collect_with_failures(
@@ -55,7 +39,7 @@ def collect_with_failures(
 
 
 def test_dropped_rows_are_in_no_tensor_and_no_figure(world: World, build: Any) -> None:
-    _, whole, _ = collect_with_failures(build, world, [])
+    of_whole, whole, _ = collect_with_failures(build, world, [])
     kept = [row for row in range(ROWS) if row not in ROWS_DROPPED]
     parts, rollout, batch = collect_with_failures(build, world, ROWS_DROPPED)
     assert rollout.groups is not None and rollout.groups.tolist() == [row // 2 for row in kept]
@@ -69,10 +53,12 @@ def test_dropped_rows_are_in_no_tensor_and_no_figure(world: World, build: Any) -
         expected = expected[:, :width] if expected.dim() == 2 else expected
         if name in ("old_logprobs", "ref_logprobs", "entropy", "old_values"):
             torch.testing.assert_close(found[mask], expected[mask], atol=1e-5, rtol=1e-5)
+        elif name == "penalties":  # in units of scores, which are scaled by those that are left
+            torch.testing.assert_close(found / parts.scaling.unit, expected / of_whole.scaling.unit)
         else:
             assert torch.equal(found, expected), name
     metrics = rollout_metrics(batch, world)
-    assert metrics["objective/scores"] == pytest.approx(float(whole.penalized_scores[kept].mean()))
+    assert metrics["objective/scores"] == pytest.approx(float(rollout.penalized_scores.mean()))
     assert metrics["completions/mean_length"] == float(whole.response_mask[kept].sum(dim=1).float().mean())
     assert parts.scaling.metrics()["objective/scaling_mean"] == pytest.approx(sum(kept) / len(kept))
     assert evaluation_metrics(rollout, world, prefix="eval")["eval/scores"] == metrics["objective/scores"]

@@ -1,15 +1,17 @@
-"""Reward components whose function has a given body, and the report of a rollout's scores."""
+"""Reward components whose function has a given body or that score rows by number, and the report of a rollout's
+scores."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
-from hybrid_rlhf.rl.rewards import Reward, RewardComponent, RewardReport
+from hybrid_rlhf.rl.rewards import ComponentScores, Reward, RewardBatch, RewardComponent, RewardReport
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.rl import COMPLETIONS, MICRO_BATCH_ROWS, rewarded, rollout_of_rows
@@ -35,3 +37,18 @@ def function_reward(folder: Path, body: str, *, prefix: str = "", **settings: An
 def calls(part: FunctionReward) -> int:
     """Number of calls of the function of `function_reward`."""
     return int(part._function.__globals__["calls"])  # type: ignore[attr-defined]
+
+
+class Judge(RewardComponent):
+    """Scores a row by its number, and fails on some."""
+
+    reads_text = False
+
+    def __init__(self, failing: Sequence[int] = ()) -> None:
+        super().__init__(RewardComponentConfig(function="a:judge", on_failure="drop"))
+        self._failing = failing
+
+    def begin(self, share: RewardBatch) -> Callable[[], ComponentScores]:
+        failures = {place: "no" for place, row in enumerate(share.numbers) if row in self._failing}
+        values = [None if place in failures else float(row) for place, row in enumerate(share.numbers)]
+        return lambda: ComponentScores(values, failures)

@@ -202,7 +202,7 @@ class Rollout:
     scores: Tensor | None = None
     """[N] float32, scores of the reward, without penalties."""
     penalties: Tensor | None = None
-    """[N] float32, subtracted from the scores."""
+    """[N] float32, subtracted from the scores, in their unit also where they are scaled later."""
     greedy_scores: Tensor | None = None
     """[N] float32, score of the greedy completion of the same prompt, where the algorithm asks for one."""
     greedy_penalties: Tensor | None = None

@@ -53,8 +53,10 @@ class ScoreScaling:
         return self._how == "initial" and self._count == 0
 
     def observe(self, scores: Tensor) -> None:
-        """Add scores [N] to the statistics (Chan et al.'s parallel variance)."""
-        values = scores.double()
+        """Add scores [N] to the statistics (Chan et al.'s parallel variance), without those that are not finite."""
+        values = scores[scores.isfinite()].double()
+        if not len(values):
+            return
         low = values.min()
         count = len(values)
         mean = float(low + (values - low).mean())  # equal scores have a deviation of exactly 0
@@ -67,15 +69,17 @@ class ScoreScaling:
 
     @property
     def follows_scores(self) -> bool:
-        """True if `observe` must be called with the scores of each step before they are scaled."""
+        """True if `observe` must be called with all scores of each step before they are scaled."""
         return self._how == "running"
+
+    @property
+    def unit(self) -> float:
+        """The difference of two scores whose scaled scores differ by 1."""
+        return 1.0 if self._how == "none" or not self._std else self._std
 
     def scaled(self, scores: Tensor) -> Tensor:
         """Scores [N] scaled by the current statistics."""
-        if self._how == "none":
-            return scores
-        centered = scores - self._mean
-        return centered / self._std if self._std else centered
+        return scores if self._how == "none" else (scores - self._mean) / self.unit
 
     def scaled_std(self, scores: Tensor) -> float:
         """Standard deviation of scores [N] after scaling: 1 with scaling; 0 without scores."""
@@ -85,7 +89,7 @@ class ScoreScaling:
 
     def scale_rewards(self, rewards: Tensor) -> Tensor:
         """Rewards of turns, divided by the standard deviation of the scores."""
-        return rewards if self._how == "none" or not self._std else rewards / self._std
+        return rewards / self.unit
 
     def metrics(self) -> dict[str, float]:
         """Mean and standard deviation that scale the scores; {} without scaling."""
@@ -130,7 +134,7 @@ def estimate_advantages(
     Args:
         rollout: this rank's rows with scores, and the log-probs and values of the roles.
         algorithm: turns rewards into advantages.
-        scaling: scaling of the scores; running statistics include these scores.
+        scaling: scaling of the scores; `RolloutScorer.score` has counted them in running statistics.
         kl_coef: coefficient of the KL penalty where it is in the reward.
         world: the ranks that hold rows.
         teacher_coef: weight of the teacher's part of the advantages, where the rollout has the teacher's log-probs.
@@ -141,13 +145,11 @@ def estimate_advantages(
     config = algorithm.config
     mask = rollout.response_mask
     rollout = replace(rollout, index=rollout.numbered(world))
-    assert rollout.scores is not None and rollout.penalties is not None and rollout.old_logprobs is not None
+    assert rollout.old_logprobs is not None
     kl = torch.zeros_like(rollout.old_logprobs)
     if rollout.ref_logprobs is not None and config.kl is not None and config.kl.where == "reward":
         kl = KL_ESTIMATORS[config.kl.estimator](rollout.old_logprobs, ref_logprobs=rollout.ref_logprobs)
-    if scaling.follows_scores:
-        scaling.observe(rollout.numbered(world).gather(rollout.scores))
-    scores = scaling.scaled(rollout.scores) - rollout.penalties
+    scores = scaling.scaled(rollout.penalized_scores)
     score_clip = config.score_clip if isinstance(config, ClippedConfig | OnlineDPOConfig) else None
     turn_rewards = rollout.turn_rewards
     rewards = shaped_rewards(
@@ -202,7 +204,7 @@ def _with_scaled_greedy_scores(rollout: Rollout, scaling: ScoreScaling, *, score
     """Greedy scores, scaled, penalized and clipped like the scores of the completions."""
     if rollout.greedy_scores is None or rollout.greedy_penalties is None:
         return rollout
-    scores = scaling.scaled(rollout.greedy_scores) - rollout.greedy_penalties
+    scores = scaling.scaled(rollout.greedy_scores - rollout.greedy_penalties)
     return replace(rollout, greedy_scores=scores if score_clip is None else scores.clamp(-score_clip, score_clip))
 
 

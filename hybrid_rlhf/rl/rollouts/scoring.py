@@ -67,6 +67,7 @@ class RolloutScorer:
         first: int = 0,
         greedy: bool = False,
         refill: bool = False,
+        evaluates: bool = False,
     ) -> Rollout:
         """Add scores and penalties; completions that the reward drops are left out.
 
@@ -78,6 +79,8 @@ class RolloutScorer:
             greedy: true if the last completion of each prompt is greedy; its score becomes the greedy score of the
                 others, and a prompt is dropped if its greedy completion is.
             refill: true if the step has other completions, so that all of these may be dropped.
+            evaluates: true if no step trains on the prompts: the scores are not counted in running statistics
+                (algorithm.score_scaling).
 
         Raises:
             UserError: on every rank, for a reward component without a usable score.
@@ -105,13 +108,21 @@ class RolloutScorer:
             scores = scores + row_sums(rollout.turn_rewards)
         accepted = torch.ones(len(index), dtype=torch.bool)
         accepted[report.dropped] = False
-        penalties = score_penalties(
+        assert rollout.groups is not None
+        kept = accepted[index.mine]
+        _, prompt, counts = rollout.groups.unique(return_inverse=True, return_counts=True)
+        last = counts.cumsum(0) - 1  # the greedy completion of each prompt
+        if greedy:
+            kept &= accepted[index.mine][last][prompt]
+            kept &= ~torch.zeros_like(kept).index_fill(0, last, True)
+        if self._scaling.follows_scores and not evaluates:
+            self._scaling.observe(index.gather(scores)[index.gather(kept)])
+        penalties = self._scaling.unit * score_penalties(
             rollout,
             self._algorithm.penalties,
             max_new_tokens=self._config.sampling.max_new_tokens,
             scores_std=self._scaling.scaled_std(index.gather(scores)[accepted]),
         )
-        assert rollout.groups is not None
         scored = replace(
             rollout,
             groups=first + rollout.groups,
@@ -121,16 +132,9 @@ class RolloutScorer:
             components={name: of_rows[index.mine] for name, of_rows in report.components.items()},
             metrics={**report.metrics, **episode_metrics(rollout, self._world)},
         )
-        if bool(accepted.all()) and not greedy:
-            return scored
-        accepted = accepted[index.mine]
-        if not greedy:
-            return scored.select(accepted)
-        _, prompt, counts = rollout.groups.unique(return_inverse=True, return_counts=True)
-        last = counts.cumsum(0) - 1  # the greedy completion of each prompt
-        scored = replace(scored, greedy_scores=scores[last][prompt], greedy_penalties=penalties[last][prompt])
-        is_greedy = torch.zeros_like(accepted).index_fill(0, last, True)
-        return scored.select(accepted & accepted[last][prompt] & ~is_greedy)
+        if greedy:
+            scored = replace(scored, greedy_scores=scores[last][prompt], greedy_penalties=penalties[last][prompt])
+        return scored if bool(accepted.all()) and not greedy else scored.select(kept)
 
     @property
     def weight_version(self) -> int:
@@ -282,7 +286,7 @@ class _Reading:
 def score_penalties(
     rollout: Rollout, config: PenaltiesConfig | None, *, max_new_tokens: int, scores_std: float
 ) -> Tensor:
-    """Penalties that are subtracted from scores, for a missing end and for length, [N] float32.
+    """Penalties that are subtracted from scaled scores, for a missing end and for length, [N] float32.
 
     Source: the EOS trick of N+ details, for scores of standard deviation 1; overlong shaping, DAPO (arXiv 2503.14476,
     eq. 13).
@@ -291,7 +295,8 @@ def score_penalties(
         rollout: the N completions.
         config: the penalties; None: no penalty.
         max_new_tokens: longest completion.
-        scores_std: standard deviation of the rollout's scores, the penalty for a missing end where that is "auto".
+        scores_std: standard deviation of the rollout's scaled scores, the penalty for a missing end where that is
+            "auto".
     """
     if config is None:
         return torch.zeros(len(rollout))
