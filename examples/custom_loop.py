@@ -57,9 +57,9 @@ def main() -> None:
         for step in range(1, session.total_steps + 1):
             prompts = session.take_prompts()
             rollout = parts.scorer.score(prompts, parts.sampler.sample(prompts, step=step))
-            plan = parts.plan(rollout, step=step)
-            batch = parts.estimate(parts.scorer.compute_logprobs(rollout, plan), kl_coef=0.0, step=step)
-            report = parts.updater.update(batch, [plan])
+            rollout = parts.scorer.compute_logprobs(rollout, parts.plan(rollout, step=step))
+            batch = parts.estimate(rollout, kl_coef=0.0, step=step)
+            report = parts.updater.update(batch, [parts.plan(batch.rollout, step=step)])
             held_out = list(session.held_out)
             completions = parts.sampler.sample(held_out, step=0)
             evaluated = parts.scorer.score(held_out, completions, evaluates=True)

@@ -25,6 +25,8 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
     mask = rollout.response_mask
     old_logprobs = rollout.old_logprobs
     assert old_logprobs is not None and rollout.groups is not None
+    # where the actor has not read the rollout, only rows that an update has read have log-probs of training
+    is_read = torch.ones_like(rollout.stopped) if rollout.entropy is not None else rollout.learned_mask.any(dim=1)
     difference = torch.where(mask, (rollout.sampled_logprobs - old_logprobs).abs(), 0.0)
     log_ratio = masked_sum(old_logprobs - rollout.drawn_logprobs, mask=mask, dim=1)
     columns = {
@@ -39,12 +41,15 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
         "largest": difference.amax(dim=1),
         "log_ratio": log_ratio,
         "groups": rollout.groups,
+        "is_read": is_read,
     }
     index = rollout.numbered(world)
     known = {name: column.float() for name, column in columns.items() if column is not None}
     whole = dict(zip(known, index.gather(torch.stack(list(known.values()), dim=1)).T.contiguous(), strict=True))
     explained = _explained_variance(batch, world)
     tokens = index.responses.sum().clamp(min=1)
+    is_read = whole["is_read"].bool()
+    is_read |= not is_read.any()
     return {
         **({} if "kl" not in whole else {"objective/kl": float(whole["kl"].mean())}),
         **({} if "teacher_kl" not in whole else {"teacher/kl": float(whole["teacher_kl"].sum() / tokens)}),
@@ -54,13 +59,13 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
         "objective/scores_std": spread(whole["scores"]),
         **({} if "clipped" not in whole else {"objective/score_clipfrac": float(whole["clipped"].mean())}),
         "objective/rlhf_reward": float(whole["reward"].mean()),
-        **(_equal_groups(whole["scores"], whole["groups"]) if rollout.is_rewarded else {}),
+        **(equal_groups(whole["scores"], whole["groups"]) if rollout.is_rewarded else {}),
         "completions/mean_length": float(index.responses.float().mean()),
         "completions/clipped_ratio": float(whole["truncated"].mean()),
-        "rollout/logprob_abs_diff_mean": float(whole["difference"].sum() / tokens),
+        "rollout/logprob_abs_diff_mean": float(whole["difference"].sum() / index.responses[is_read].sum().clamp(min=1)),
         "rollout/logprob_abs_diff_max": float(whole["largest"].max()),
         **{
-            f"rollout/log_ratio_p{percent:02}": float(whole["log_ratio"].quantile(percent / 100))
+            f"rollout/log_ratio_p{percent:02}": float(whole["log_ratio"][is_read].quantile(percent / 100))
             for percent in _RATIO_PERCENTILES
         },
     }
@@ -96,7 +101,7 @@ def episode_metrics(rollout: Rollout, world: World) -> dict[str, float]:
     return metrics if rollout.samples is None else {**metrics, "environment/sequences": len(first) / float(first.sum())}
 
 
-def _equal_groups(scores: Tensor, groups: Tensor) -> dict[str, float]:
+def equal_groups(scores: Tensor, groups: Tensor) -> dict[str, float]:
     """The share of groups whose scores are all equal, and so have no advantages; {} if no group has several
     completions."""
     sizes = group_size(groups)

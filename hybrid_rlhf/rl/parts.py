@@ -5,6 +5,7 @@ rollout = parts.scorer.score(prompts, rollout)
 plan = parts.plan(rollout, step=step)
 rollout = parts.scorer.compute_logprobs(rollout, plan)
 batch = parts.estimate(rollout, kl_coef=kl_coef, step=step)
+plan = parts.plan(batch.rollout, step=step)
 report = parts.updater.update(batch, [plan], kl_coef=kl_coef)
 """
 

@@ -41,6 +41,7 @@ _SHOWN_METRICS = (
     "perf/tokens_per_second",
     "eval/",
 )
+_ALL_TRUNCATED = "none of its completions ended by itself, see algorithm.mask_truncated"
 _EVAL_STEP = 2**32
 """Key of the evaluation's random streams, distinct from training steps; the same at every evaluation."""
 
@@ -101,19 +102,21 @@ class RLTrainer(Trainer):
                 batch = self.batch(step)
                 progress = None
         except NothingToLearn as error:
-            self._run.timers.take()
-            if self._world.is_main:
-                logger.warning("step %d learns nothing: %s", step, error)
-            return error.metrics
+            return self._learns_nothing(step, str(error), error.metrics)
         except NonFiniteError as error:
             self._run.timers.take()
             return self._skipped.record(step, error.what)
         plans = [self._parts.plan(batch.rollout, step=step, epoch=epoch) for epoch in range(config.algorithm.epochs)]
+        recorded = due(step - 1, config.logging.samples_every)
+        if not plans[0].rows:
+            if recorded:
+                self._write_samples(step, batch)
+            metrics = {**rollout_metrics(batch, self._world), **batch.metrics}
+            return self._learns_nothing(step, _ALL_TRUNCATED, metrics)
         entropy_coef = None
         if self._entropy is not None:
             entropy = self._entropy.measured(batch.rollout, self._world)
             entropy_coef = self._entropy.coef(entropy)
-        recorded = due(step - 1, config.logging.samples_every)
         train_actor = config.critic is None or step > config.critic.warmup_steps
         with self._run.timers("training"):
             report = self._updater.update(
@@ -139,7 +142,7 @@ class RLTrainer(Trainer):
         if due(step, config.reference.refresh_every):
             self._roles.refresh_reference()
         if recorded:
-            self._write_samples(step, report)
+            self._write_samples(step, report.batch, report.ratios)
         faults = list[str]()
         if report.skipped is not None:
             self._skipped.keep(step, self._texts(report.skipped.rows, report.skipped.numbers))
@@ -191,13 +194,19 @@ class RLTrainer(Trainer):
                 "rollout.vllm out, and report the model, or raise faults.max_logprob_diff"
             )
 
-    def _write_samples(self, step: int, report: UpdateReport) -> None:
+    def _learns_nothing(self, step: int, reason: str, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of a step without an update."""
+        self._run.timers.take()
+        if self._world.is_main:
+            logger.warning("step %d learns nothing: %s", step, reason)
+        return metrics
+
+    def _write_samples(self, step: int, batch: Batch, ratios: torch.Tensor | None = None) -> None:
         """Write the samples of a step and, if configured, their tokens. Every rank calls."""
-        batch = report.batch
         index = batch.rollout.numbered(self._world)
         self._samples.write(step, index.bring(self._texts.of_batch(batch, index.mine)))
         if self._rl.logging.tokens:
-            rows = index.bring(token_rows(batch, report.ratios))
+            rows = index.bring(token_rows(batch, ratios))
             self._tokens.write(step, lambda: token_arrays(rows))
 
     def _speed(self, report: UpdateReport, start: float | None) -> dict[str, float]:

@@ -71,6 +71,7 @@ class Scripted:
         return replace(
             found,
             groups=first + row // SAMPLES,
+            stopped=marks % 3 != 0,
             scores=scores,
             penalties=torch.zeros(count),
             metrics={"reward/x/mean": float(scores.mean()), "reward/x/dropped": 1.0},
@@ -131,11 +132,15 @@ def test_metrics_are_of_all_that_was_sampled() -> None:
     collect, scripted, _ = collector({row for row in range(ROWS) if row % 2}, name="raft")
     found = collect.collect(1)
     assert len(scripted.sampled) == 1 and 0 < len(found) <= 4
-    differing = [row for row in scripted.sampled[0][2] if row % 2]
+    taken = scripted.sampled[0][2]
+    differing = [row for row in taken if row % 2]
     assert found.prompt_rows.tolist() == differing, "one of each prompt whose scores differ"  # type: ignore[union-attr]
     told = found.metrics
     assert told["rollout/chosen_scores"] > told["objective/scores"] == pytest.approx(told["reward/x/mean"])
     assert told["reward/x/dropped"] == 1.0
+    assert told["completions/mean_length"] == sum(2 + row % 3 for row in taken) / len(taken)
+    assert told["completions/clipped_ratio"] == sum(row % 3 == 0 for row in taken) / len(taken)
+    assert told["rollout/frac_reward_zero_std"] == pytest.approx(1 - len(differing) / len(taken))
 
 
 def joined_metrics(world: World) -> dict[str, float]:

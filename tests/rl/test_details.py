@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,10 +29,14 @@ from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
-from hybrid_rlhf.rl.updates.updater import Progress, Updater
+from hybrid_rlhf.rl.updates.updater import Progress, Updater, UpdateReport
+from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.world import World
+from tests.support.ahead import rollout_line
+from tests.support.ranks import run_main
 from tests.support.rewards import Judge
 from tests.support.rl import ALGORITHM, PROMPTS, SAMPLING, collect, sample_and_score, scaled, score
+from tests.support.steps import write_rows
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
@@ -273,6 +278,54 @@ def test_rewards_and_advantages_are_whitened_as_asked(world: World, build: Any) 
             expected = (values - values.mean()) / values.std(correction=int(unbiased))
             expected = expected if shifted else expected + values.mean()
             torch.testing.assert_close(found.advantages[mask], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_truncated_completions_are_left_out_of_updates_and_of_nothing_else(
+    updates: int, world: World, build: Any
+) -> None:
+    """algorithm.mask_truncated: the weights of updates without these rows, bit for bit, and the metrics and samples of
+    all; they were those of the others, and no completion was ever truncated."""
+
+    def updated(*, masks: bool, cut: bool) -> tuple[Any, Batch, UpdateReport]:
+        parts = build(algorithm=replace(ALGORITHM, mini_batches=updates, mask_truncated=masks, epochs=1))
+        rollout, scoring = sample_and_score(parts)
+        rollout = replace(rollout, stopped=torch.arange(len(rollout)) % 3 != 0)
+        batch = parts.estimate(rollout, kl_coef=0.1)
+        if cut:
+            batch = batch.rows(rollout.stopped.nonzero().flatten().tolist())
+        if masks:
+            with pytest.raises(ValueError, match="plan the batch's rollout"):
+                parts.updater.update(batch, [scoring])
+        plan = parts.planner.plan(batch.rollout, mini_batches=updates)
+        return parts, batch, parts.updater.update(batch, [plan], keeps_ratios=True)
+
+    parts, batch, report = updated(masks=True, cut=False)
+    of_cut, cut, cut_report = updated(masks=False, cut=True)
+    for role in ("actor", "critic"):
+        learned = [weights(getattr(of.roles, role)) for of in (parts, of_cut)]
+        assert all(torch.equal(now, expected) for now, expected in zip(*learned, strict=True))
+    assert report.metrics == cut_report.metrics and report.trained_tokens == cut_report.trained_tokens
+    _, every, every_report = updated(masks=False, cut=False)
+    assert torch.equal(batch.advantages, every.advantages) and len(batch) == len(every) > len(cut)
+    expected, found = (rollout_metrics(of.batch, world) for of in (every_report, report))
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert found["completions/clipped_ratio"] == 3 / 8
+    if report.ratios is not None:
+        assert report.ratios[~batch.rollout.stopped].isnan().all()
+
+
+@pytest.mark.slow
+def test_a_step_of_truncated_completions_alone_is_reported(model_folder: Path, tmp_path: Path) -> None:
+    """It makes no update, and its metrics and samples say why."""
+    rows, run = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
+    line = rollout_line(run, model_folder, rows, "--algorithm rloo --algorithm.mask_truncated true")
+    line += "--rollout.sampling.max_new_tokens 3 --logging.samples_every 1 --train.max_steps 1".split()
+    run_main("hybrid_rlhf.cli.rl", 1, line)
+    (step,) = (line for line in read_lines(run / "metrics.jsonl") if line["step"])
+    assert step["completions/clipped_ratio"] == 1 and step["completions/mean_length"] == 3
+    assert "objective/scores" in step and "loss/policy" not in step
+    assert len(read_lines(run / "samples.jsonl")) == 2 * 4
 
 
 def test_penalties_and_scaling_reach_the_last_reward(world: World, build: Any) -> None:

@@ -253,7 +253,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     """Settings of algorithms with a loss per token."""
 
     mask_truncated: bool = False
-    """Exclude completions that do not end with EOS from the loss (DAPO, section 3.4)."""
+    """Exclude completions that do not end with EOS from the loss (DAPO, section 3.4), but not from metrics."""
     loss_normalization: LossNormalization = "token"
     """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
     max_new_tokens per sequence (fixed; Dr. GRPO)."""

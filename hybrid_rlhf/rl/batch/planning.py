@@ -24,7 +24,7 @@ class MiniBatchPlan:
     index: RowIndex
     """The numbers of the rows, and where they are."""
     rows: list[list[int]]
-    """[mini-batch][unit]; a unit is `together` neighbouring rows."""
+    """[mini-batch][unit]; a unit is `together` neighbouring rows. Rows that are not learned from are in none."""
     tokens: list[float]
     """Response tokens of each mini-batch over all ranks, the denominator of its losses."""
     sequences: list[int]
@@ -101,8 +101,11 @@ class MiniBatchPlanner:
         tokens = index.responses.view(-1, together).sum(dim=1).tolist()
         if micro_batches.rows is not None:
             micro_batches = replace(micro_batches, rows=max(1, micro_batches.rows // together))
-        order = np.random.default_rng([self._seed, step, epoch]).permutation(len(tokens)).tolist()
-        size = -(-len(order) // mini_batches)
+        units = np.arange(len(tokens))
+        if rollout.learned is not None:
+            units = units[index.gather(rollout.learned).view(-1, together).all(dim=1).numpy()]
+        order = units[np.random.default_rng([self._seed, step, epoch]).permutation(len(units))].tolist()
+        size = max(1, -(-len(order) // mini_batches))
         parts = [order[start : start + size] for start in range(0, len(order), size)]
         return MiniBatchPlan(
             index,

@@ -221,6 +221,8 @@ class Rollout:
     """[N, T] float32, values of the critic before the updates; None without a critic."""
     routes: RolloutRoutes | None = None
     """The experts that computed the tokens while sampling; None if not recorded, or no longer needed."""
+    learned: Tensor | None = None
+    """[N] bool, true for completions that updates learn from; None: all."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """[N] float32 by name, scores of the reward components before their weights; NaN where one does not apply."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -278,6 +280,11 @@ class Rollout:
         if self.routes is None:
             return None
         return self.routes.padded(self.input_ids.shape[1], self.input_ids.device)
+
+    @property
+    def learned_mask(self) -> Tensor:
+        """[N, T] bool, the response tokens of completions that updates learn from."""
+        return self.response_mask if self.learned is None else self.response_mask & self.learned[:, None]
 
     @property
     def penalized_scores(self) -> Tensor:

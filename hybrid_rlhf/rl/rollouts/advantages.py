@@ -129,7 +129,8 @@ def estimate_advantages(
     world: World,
     teacher_coef: float = 0.0,
 ) -> Batch:
-    """Scale the scores, shape the rewards, and let the algorithm estimate advantages and returns. Every rank calls.
+    """Scale the scores, shape the rewards, and let the algorithm estimate advantages and returns; with
+    algorithm.mask_truncated, completions that were truncated are not learned from. Every rank calls.
 
     Args:
         rollout: this rank's rows with scores, and the log-probs and values of the roles.
@@ -138,9 +139,6 @@ def estimate_advantages(
         kl_coef: coefficient of the KL penalty where it is in the reward.
         world: the ranks that hold rows.
         teacher_coef: weight of the teacher's part of the advantages, where the rollout has the teacher's log-probs.
-
-    Raises:
-        NothingToLearn: on every rank, when truncated completions are masked and all are truncated.
     """
     config = algorithm.config
     mask = rollout.response_mask
@@ -183,9 +181,9 @@ def estimate_advantages(
     if rollout.ref_logprobs is not None:
         metrics["objective/kl_coef"] = kl_coef
     clipped = None if score_clip is None else scores.abs() > score_clip
-    batch = Batch(rollout, rewards, advantages, returns, clipped, metrics=metrics)
-    masks = isinstance(config, PolicyGradientConfig) and config.mask_truncated
-    return _without_truncated(batch, world) if masks else batch
+    if isinstance(config, PolicyGradientConfig) and config.mask_truncated:  # DAPO, arXiv 2503.14476, section 3.4
+        rollout = replace(rollout, learned=rollout.stopped)
+    return Batch(rollout, rewards, advantages, returns, clipped, metrics=metrics)
 
 
 def _advantages(rewards: Tensor, rollout: Rollout, algorithm: Algorithm) -> Tensor:
@@ -206,17 +204,6 @@ def _with_scaled_greedy_scores(rollout: Rollout, scaling: ScoreScaling, *, score
         return rollout
     scores = scaling.scaled(rollout.greedy_scores - rollout.greedy_penalties)
     return replace(rollout, greedy_scores=scores if score_clip is None else scores.clamp(-score_clip, score_clip))
-
-
-def _without_truncated(batch: Batch, world: World) -> Batch:
-    """The completions that ended by themselves (DAPO, arXiv 2503.14476, section 3.4)."""
-    stopped = batch.rollout.stopped.nonzero().flatten().tolist()
-    if not any(world.all_gather_objects(len(stopped))):
-        raise NothingToLearn(
-            "none of its completions ended by itself, see algorithm.mask_truncated", dict(batch.metrics)
-        )
-    batch = batch.rows(stopped)
-    return replace(batch, rollout=replace(batch.rollout, index=batch.rollout.numbered(world)))
 
 
 class KLController:

@@ -31,7 +31,7 @@ from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.functional.masking import spread
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Rollout, SampledTokens, restored_rows, with_prefix
-from hybrid_rlhf.rl.metrics import staleness_metrics
+from hybrid_rlhf.rl.metrics import equal_groups, staleness_metrics
 from hybrid_rlhf.rl.rewards.reward import COUNTS
 from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
@@ -296,10 +296,13 @@ class Collector:
         index = whole.numbered(self._world)
         self.sampled = SampledTokens(index.responses.tolist(), int(index.lengths.sum()))
         ages = whole.staleness(self._scorer.weight_version)
-        columns = torch.stack([mask, whole.penalized_scores, whole.groups], dim=1)
-        chosen, scores, groups, *stale = index.gather(torch.cat([columns, ages], dim=1)).T.contiguous()
+        columns = torch.stack([mask, whole.penalized_scores, whole.groups, ~whole.stopped], dim=1)
+        chosen, scores, groups, truncated, *stale = index.gather(torch.cat([columns, ages], dim=1)).T.contiguous()
         chosen = chosen.bool()
         metrics = {**whole.metrics, **self.ahead.metrics, **self._metrics(scores.float(), chosen, groups)}
+        if not bool(chosen.all()):
+            metrics["completions/mean_length"] = float(index.responses.float().mean())
+            metrics["completions/clipped_ratio"] = float(truncated.float().mean())
         if isinstance(self.ahead.stream, Curriculum):
             assert whole.scores is not None
             metrics |= self.ahead.stream.observe(index.gather(whole.scores), groups=groups, rows=taken)
@@ -325,6 +328,7 @@ class Collector:
         metrics = {}
         if not bool(mask.all()):  # the selected completions alone would look too good
             metrics = {
+                **equal_groups(scores, groups),
                 "objective/scores": float(scores.mean()),
                 "objective/scores_std": spread(scores),
                 "rollout/chosen_scores": float(scores[mask].mean()) if bool(mask.any()) else 0.0,

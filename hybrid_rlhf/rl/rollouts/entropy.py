@@ -49,11 +49,11 @@ def select_tokens(batch: Batch, config: EntropyConfig, *, seed: int, step: int, 
         world: the ranks that hold rows.
     """
     rollout = batch.rollout
-    mask = rollout.response_mask
+    mask = rollout.learned_mask
     assert rollout.old_logprobs is not None and config.selected_share is not None
     index = rollout.numbered(world)
     covariance = covariance_terms(rollout.old_logprobs, advantages=batch.advantages, mask=mask, total=world.total)
-    tokens = int(index.responses.sum())
+    tokens = int(world.total(mask.sum()))
     count = max(1, int(config.selected_share * tokens))
     if config.method == "kl_cov":
         selected = _highest(covariance, mask, count, index)

@@ -245,13 +245,16 @@ class Updater:
 
         Args:
             batch: the batch to learn from, of which each rank gives the rows that it holds.
-            plans: mini-batches of each epoch.
+            plans: mini-batches of each epoch, of the batch's rollout.
             kl_coef: coefficient of the KL, where it is a term of the loss.
             entropy_coef: coefficient of the entropy bonus; None: that of the settings.
             train_actor: true to train actor and critic, false to train the critic alone.
             progress: updates made from this batch before the run was interrupted.
             keeps_ratios: true to report the ratio of each token.
             between: called before each update.
+
+        Raises:
+            ValueError: if the plans have completions that are not learned from (`Rollout.learned`).
         """
         progress = progress or Progress(self._world.device)
         policy_sums = progress.sums["policy"]
@@ -266,6 +269,9 @@ class Updater:
             progress.last = LastLogprobs()
         last = progress.last
         index = plans[0].index
+        rows = [row for number in range(len(plans[0].rows)) for row in plans[0].rows_of(number)]
+        if rollout.learned is not None and not bool(index.gather(rollout.learned)[rows].all()):
+            raise ValueError("plans must have no completions that are not learned from: plan the batch's rollout")
         final = sum(len(plan.tokens) for plan in plans) - 1
         for number, mini_batch in enumerate(self._mini_batches(batch, plans, kl_coef, entropy_coef)):
             if number < progress.updates:
@@ -286,14 +292,16 @@ class Updater:
         ratios = last.ratios(rollout.old_logprobs, index) if last is not None and keeps_ratios else None
         if last is not None and computes_old:
             current = last.collect(index, width=rollout.input_ids.shape[1])
+            if rollout.learned is not None:  # the forward of the update does not read the others
+                current = torch.where(rollout.learned[:, None], current, rollout.old_logprobs)
             batch = replace(batch, rollout=replace(rollout, old_logprobs=current))
         passes = progress.updates / len(plans[0].rows)
         learners = [learner for role, learner in self._roles.learners.items() if train_actor or role != "actor"]
-        head_tokens = float(index.responses.sum())
+        lengths, head_tokens = index.lengths[rows], float(index.responses[rows].sum())
         return UpdateReport(
             self._metrics(progress),
-            float(index.lengths.sum()) * passes,
-            sum(each.operations.of_rows(index.lengths, head_tokens=head_tokens) for each in learners) * passes,
+            float(lengths.sum()) * passes,
+            sum(each.operations.of_rows(lengths, head_tokens=head_tokens) for each in learners) * passes,
             batch,
             self._skipped(progress, rollout, index),
             ratios,

@@ -6,8 +6,8 @@ Source: Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 8, and section 4.1 on the
     loss = desirable_weight (1 - sigmoid(beta (r - z)))    of a good completion
            undesirable_weight (1 - sigmoid(beta (z - r)))  of a bad one
 
-Deviation: the mismatched completions of a row are those of the next row with another prompt, as many as the row has. z is a
-mean over the whole update, without gradient, so it does not depend on ranks or micro-batches. The paper shifts
+Deviation: the mismatched completions of a row are those of the next row with another prompt, as many as the row has. z
+is a mean over the whole update, without gradient, so it does not depend on ranks or micro-batches. The paper shifts
 completions within a micro-batch, TRL within a stored chunk of the data.
 
 Shapes: R rows.
