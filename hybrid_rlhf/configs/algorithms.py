@@ -165,7 +165,7 @@ class GDPOConfig(GRPOConfig):
 
     name = "gdpo"
     whiten_advantages: bool = True
-    """Advantages of a rollout get mean 0 and variance 1, over all ranks (the paper)."""
+    """Advantages of a rollout's completions get mean 0 and variance 1, over all ranks (the paper)."""
 
     def _check(self) -> None:
         unread = ("divide_by_std", "score_scaling", "score_clip", "dynamic_sampling")

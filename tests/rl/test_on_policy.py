@@ -21,6 +21,7 @@ from hybrid_rlhf.functional.masking import masked_whiten, row_sums
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
 from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
@@ -107,28 +108,62 @@ def test_advantages_are_the_papers(name: str, seed: int) -> None:
 
 
 def test_gdpo_standardizes_each_component_of_the_reward() -> None:
-    """With another scale, a component counts the same; and groups of equal sums learn where the components differ."""
+    """With another scale, a component counts the same; groups of equal sums learn where the components differ; and a
+    completion to which one does not apply neither gains nor loses by it, whatever the sign of the others' scores."""
     _, rollout = scored()
     first = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.0, -1.0, 3.0])
-    second = torch.tensor([10.0, 20.0, 40.0, 0.0, 2.0, 4.0, 5.0, torch.nan])
+    second = torch.tensor([10.0, 20.0, 40.0, 0.0, -2.0, -4.0, -5.0, torch.nan])
+    nothing = torch.full((8,), torch.nan)
     learner = algorithm("gdpo")
-    learner.component_weights = {"a": 1.0, "b": 0.5}
+    learner.component_weights = {"a": 1.0, "b": 0.5, "c": 2.0}
     penalty = torch.tensor([0.1, 0.0, 0.2, 0.0, 0.0, 0.0, 0.0, 0.0])
 
     def advantages(scale: float) -> Tensor:
         sums = first + 0.5 * scale * second.nan_to_num(0.0) - penalty
         rewards = torch.where(rollout.response_mask, (sums / rollout.response_mask.sum(dim=1))[:, None], 0.0)
-        return learner.advantages(rewards, replace(rollout, components={"a": first, "b": scale * second}))
+        return learner.advantages(rewards, replace(rollout, components={"a": first, "b": scale * second, "c": nothing}))
 
     found = advantages(1.0)
     for row, group in enumerate(GROUPS.tolist()):
         expected = -float(penalty[row] - penalty[group == GROUPS].mean())
-        for weight, scores in ((1.0, first), (0.5, second.nan_to_num(0.0))):
-            members = scores[group == GROUPS]
-            expected += weight * float((scores[row] - members.mean()) / (members.std() + 1e-4))
+        for weight, scores in ((1.0, first), (0.5, second)):
+            members = scores[(group == GROUPS) & ~scores.isnan()]
+            if not scores[row].isnan() and len(members) > 1:
+                expected += weight * float((scores[row] - members.mean()) / (members.std() + 1e-4))
         assert (found[row][rollout.response_mask[row]] - expected).abs().max() < 1e-4
     torch.testing.assert_close(advantages(100.0), found, atol=1e-3, rtol=1e-3)
     assert float(found[3][rollout.response_mask[3]][0]) > 0, "of three equal sums"
+
+
+def test_gdpo_is_whitened_over_completions() -> None:
+    """As in the paper and TRL; over tokens, a long completion would shift and scale the advantages of all."""
+    lengths = torch.tensor([1, 3, 3, 3, 3, 40])
+    mask = torch.arange(40) < lengths[:, None]
+    scores = {"a": torch.tensor([1.0, 0.0, 1.0, 0.0, 2.0, 2.0]), "b": torch.tensor([5.0, 1.0, 0.0, 2.0, 1.0, 1.0])}
+    summed = scores["a"] + scores["b"]
+    rollout = rollout_of(
+        mask,
+        mask,
+        groups=torch.tensor([0, 0, 0, 1, 1, 1]),
+        scores=summed,
+        penalties=torch.zeros(6),
+        old_logprobs=torch.zeros(6, 40),
+        components=scores,
+    )
+    learner = algorithm("gdpo", kl=None)
+    learner.component_weights = {"a": 1.0, "b": 1.0}
+    rewards = torch.zeros(6, 40).scatter(1, lengths[:, None] - 1, summed[:, None])
+    plain = learner.advantages(rewards, rollout)[:, 0]
+    cpu = solo_world(torch.device("cpu"))
+    found = estimate_advantages(rollout, learner, scaling=ScoreScaling("none"), kl_coef=0.0, world=cpu).advantages
+    expected = (plain - plain.mean()) / plain.std()
+    torch.testing.assert_close(found, expected[:, None] * mask, atol=1e-5, rtol=1e-5)
+    episodes = replace(rollout, samples=torch.tensor([0, 1, 1, 0, 1, 2]))
+    found = estimate_advantages(episodes, learner, scaling=ScoreScaling("none"), kl_coef=0.0, world=cpu).advantages[
+        :, 0
+    ]
+    assert found[1] == found[2], "sequences of an episode"
+    torch.testing.assert_close(found[[0, 1, 3, 4, 5]].std(), torch.tensor(1.0), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

@@ -234,6 +234,7 @@ def test_a_conversation_that_a_model_cannot_read_fails_like_any_other(world: Wor
     report = run(on_failure="zero")
     assert (report.scores == 0).tolist() == [False, True, True, False, False]
     assert report.metrics["reward/other/failures"] == 2
+    assert torch.equal(report.components["other"], report.scores), "a failure that scores 0 is a score"
 
 
 def on_two_ranks(world: World, judge: str) -> dict[str, Any]:

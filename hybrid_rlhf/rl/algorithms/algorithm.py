@@ -32,6 +32,8 @@ class Algorithm:
 
     wants_greedy: ClassVar[bool] = False
     """True if each prompt gets one more completion, greedy, which is scored and not learned from."""
+    whitens_completions: ClassVar[bool] = False
+    """True if all tokens of a completion have one advantage, which is whitened over completions and not over tokens."""
     together: ClassVar[int] = 1
     """Number of neighbouring completions of a rollout that pass through the actor in one micro-batch."""
 

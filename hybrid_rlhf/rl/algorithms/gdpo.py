@@ -3,10 +3,12 @@
 Source: Liu et al. 2026 (arXiv 2601.05242). GRPO standardizes the sum, in which components with a large
 spread hide the others, and groups whose components differ but whose sums are equal teach nothing.
 
-    A_i = whitened over the rollout: sum_c w_c (R_ci - mean(R_c)) / (std(R_c) + 1e-4)
+    A_i = whitened over the completions of the rollout: sum_c w_c (R_ci - mean(R_c)) / (std(R_c) + 1e-4)
 
-The training loop whitens (algorithm.whiten_advantages). Deviation: what is no component of the reward (penalties, a KL
-in the reward, rewards of an environment) is added less its mean in the group; alone, it is standardized.
+The training loop whitens (algorithm.whiten_advantages). A completion to which a component does not apply is not part of
+the component's mean and standard deviation, and has no advantage from it, as in TRL (grpo_trainer.py). Deviation: what
+is no component of the reward (penalties, a KL in the reward, rewards of an environment) is added less its mean in the
+group; alone, it is standardized.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ class GDPO(GRPO):
 
     config: GDPOConfig
 
+    whitens_completions = True
+
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return the weighted sum of the standardized components, [N, T]."""
         if not self.component_weights:
@@ -35,7 +39,10 @@ class GDPO(GRPO):
         rest = row_sums(rewards)
         advantages = torch.zeros_like(rest)
         for name, weight in self.component_weights.items():
-            scores = rollout.components[name].nan_to_num(0.0)  # without a score it counts 0, as in the sum
-            rest = rest - weight * scores
-            advantages = advantages + weight * standardized(scores, groups=groups)
+            scores = rollout.components[name]
+            applies = ~scores.isnan()
+            compared = torch.zeros_like(rest)
+            compared[applies] = standardized(scores[applies], groups=groups[applies])
+            rest = rest - weight * scores.nan_to_num(0.0)  # what it has added to the score
+            advantages = advantages + weight * compared
         return per_token(advantages + rest - group_mean(rest, groups=groups), rollout)

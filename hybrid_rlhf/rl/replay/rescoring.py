@@ -33,7 +33,8 @@ class SampleScore:
     score: float | None
     """Weighted sum of the components, without penalties; None if a component that fails drops the completion."""
     components: dict[str, float | None]
-    """Score of each component by name, before its weight; None where it does not apply or fails."""
+    """Score of each component by name, before its weight; None where it does not apply, or fails and
+    does not score 0."""
 
 
 def rescore(recorded: RecordedStep, index: int, completion: str, scratch: Path) -> SampleScore:

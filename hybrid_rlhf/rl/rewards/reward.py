@@ -43,7 +43,8 @@ class RewardReport:
     """reward/NAME/mean and /std of a component's scores over all ranks, before its weight; /failures and /dropped count
     completions without a valid score."""
     components: dict[str, Tensor]
-    """[N] float32 by name, scores of each component before its weight; NaN where it has none."""
+    """[N] float32 by name, scores of each component before its weight; NaN where it does not apply, or fails and does
+    not score 0."""
 
 
 class Reward:
@@ -101,8 +102,10 @@ class Reward:
             dropped.nonzero().flatten().tolist(),
             self._metrics(values, scored.bool() & ~dropped, failed) | self._outcomes(scores),
             {
-                component.name: torch.where(has_one, of_rows, torch.nan)
-                for component, of_rows, has_one in zip(self._components, values, scored.bool(), strict=True)
+                component.name: torch.where(has_one | (fails & (component.on_failure == "zero")), of_rows, torch.nan)
+                for component, of_rows, has_one, fails in zip(
+                    self._components, values, scored.bool(), failed.bool(), strict=True
+                )
             },
         )
 

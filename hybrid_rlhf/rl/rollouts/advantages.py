@@ -22,6 +22,7 @@ Every rank computes its own rows; statistics of scores and whitening are those o
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -31,7 +32,7 @@ from hybrid_rlhf.configs.algorithms import ActorCriticConfig, OnlineDPOConfig
 from hybrid_rlhf.configs.sections.algorithm import ClippedConfig, KLConfig, PolicyGradientConfig
 from hybrid_rlhf.functional.advantages import shaped_rewards
 from hybrid_rlhf.functional.losses import KL_ESTIMATORS
-from hybrid_rlhf.functional.masking import keep, masked_mean, masked_whiten, spread
+from hybrid_rlhf.functional.masking import keep, last_index, masked_mean, masked_whiten, spread
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
 from hybrid_rlhf.rl.batch import Batch, Rollout
@@ -166,13 +167,7 @@ def estimate_advantages(
     advantages = _advantages(rewards, rollout, algorithm)
     returns = algorithm.returns(rewards, rollout)
     if isinstance(config, ClippedConfig) and config.whiten_advantages:
-        advantages = masked_whiten(
-            advantages,
-            mask=mask,
-            shift_mean=config.whiten_shift_mean,
-            unbiased=config.whiten_unbiased,
-            total=world.total,
-        )
+        advantages = _whitened(advantages, rollout, config, world, over_completions=algorithm.whitens_completions)
     if rollout.teacher_logprobs is not None:
         assert rollout.old_logprobs is not None
         to_teacher = KL_ESTIMATORS["k1"](rollout.old_logprobs, ref_logprobs=rollout.teacher_logprobs)
@@ -196,6 +191,21 @@ def _advantages(rewards: Tensor, rollout: Rollout, algorithm: Algorithm) -> Tens
     chosen = rollout.rows(first.tolist())
     compared = algorithm.advantages(rewards[first, : chosen.input_ids.shape[1]], chosen)
     return per_token(masked_mean(compared, mask=chosen.response_mask, dim=1)[member], rollout)
+
+
+def _whitened(
+    advantages: Tensor, rollout: Rollout, config: ClippedConfig, world: World, *, over_completions: bool
+) -> Tensor:
+    """[N, T] advantages with mean 0 and variance 1 over tokens, or over completions, of which an episode is one."""
+    whiten = partial(
+        masked_whiten, shift_mean=config.whiten_shift_mean, unbiased=config.whiten_unbiased, total=world.total
+    )
+    mask = rollout.response_mask
+    if not over_completions:
+        return whiten(advantages, mask=mask)
+    first, member = rollout.episodes()
+    of_rows = advantages.gather(1, last_index(mask)[:, None])[:, 0]
+    return per_token(whiten(of_rows[first], mask=mask.any(dim=1)[first])[member], rollout)
 
 
 def _with_scaled_greedy_scores(rollout: Rollout, scaling: ScoreScaling, *, score_clip: float | None) -> Rollout:
