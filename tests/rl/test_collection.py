@@ -49,12 +49,18 @@ class Scripted:
     def __init__(self, mixed: set[int]) -> None:
         self.mixed = mixed
         self.sampled: list[tuple[int, int, list[int]]] = []
+        self.fails_in_refills = False
         self.weight_version = 0
         self.world = CPU
 
-    def sample(self, prompts: Any, *, step: int, first: int = 0, greedy: bool, part: None = None) -> Rollout:
+    def sample(
+        self, prompts: Any, *, step: int, first: int = 0, greedy: bool, part: None = None, **more: Any
+    ) -> Rollout:
         marks = [prompt["input_ids"][0] for prompt in prompts]
         self.sampled.append((step, first, marks))
+        if self.fails_in_refills and first:
+            assert more == {"may_be_empty": True}
+            return completions_of([1]).rows([])
         each = SAMPLES + greedy
         return completions_of(
             [2 + mark % 3 for mark in marks for _ in range(each)],
@@ -126,6 +132,16 @@ def test_a_step_ends_after_so_many_refills_with_what_it_has() -> None:
             assert told.metrics["rollout/accepted_prompts"] == 0 and told.metrics["objective/scores"] == 1.0
         assert len(scripted.sampled) - before <= 4
     assert found == [SAMPLES, SAMPLES], "prompt 0 of each epoch"
+
+
+def test_an_environment_may_fail_in_all_episodes_of_a_refill() -> None:
+    collect, scripted, _ = collector(
+        {row for row in range(ROWS) if row % 3}, dynamic_sampling=DynamicSamplingConfig(max_refills=2)
+    )
+    scripted.fails_in_refills = True
+    found = collect.collect(1)
+    assert len(scripted.sampled) == 3 and 0 < len(found) < 4 * SAMPLES, "it learns from what it has"
+    assert {*found.prompt_rows.tolist()} < {*scripted.sampled[0][2]}  # type: ignore[union-attr]
 
 
 def test_metrics_are_of_all_that_was_sampled() -> None:

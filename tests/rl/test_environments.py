@@ -354,10 +354,38 @@ def test_an_environment_that_fails_stops_the_run_or_ends_its_episode(
     assert "\n" not in str(told.value)
     parts = build(Failing, options=options, on_failure="zero", **settings)
     rollout = parts.sampler.sample(PROMPTS, step=1)
-    assert [len(turns_of(rollout, place)) for place in range(6)] == [3, 3, 1, 1, max(at, 1), max(at, 1)]
+    failed = [] if at == 0 else [at, at]  # turns; after a failed reset there is none, as there is no task to answer
+    assert [len(turns_of(rollout, place)) for place in range(len(rollout))] == [3, 3, 1, 1, *failed]
     scores = parts.scorer.score(PROMPTS, rollout).scores.tolist()
-    assert scores == [6, 6, 1, 1, max(at - 1, 0), max(at - 1, 0)] and not rollout.stopped[4:].any()
+    assert scores == [6, 6, 1, 1, *(turns - 1 for turns in failed)] and not rollout.stopped[4:].any()
     assert sum("gives 0 and ends in 2 of 6 episodes" in line for line in log_lines) == 1
+    parts = build(Failing, options=options, on_failure="drop", **settings)
+    kept = parts.sampler.sample(PROMPTS, step=1)
+    assert kept.groups.tolist() == [0, 0, 1, 1] and kept.turn_rewards.sum(dim=1).tolist() == [6, 6, 1, 1]
+    assert sum("drops what failed in 2 of 6 episodes" in line for line in log_lines) == 1
+    with user_error("must leave episodes to learn from, it failed in 2 of 2 episodes: "):
+        parts.sampler.sample(PROMPTS[2:], step=1)
+    assert len(parts.sampler.sample(PROMPTS[2:], step=1, may_be_empty=True)) == 0
+
+
+def test_a_failed_episode_is_left_out_with_its_sequences_and_a_prompt_without_its_greedy_one(
+    world: World, build: Any
+) -> None:
+    runner = build(on_failure="drop").sampler._environments
+
+    def kept(*episodes: tuple[int, bool, Episode]) -> list[bool]:
+        return runner.kept(episodes, world, may_drop_all=True)  # type: ignore[no-any-return]
+
+    def one(*, tokens: int = 2, **known: Any) -> Episode:
+        return Episode([1], [2] * tokens, **known)
+
+    failed, other, third = one(sample=0, failure="no"), one(sample=0), one(sample=1)
+    of_program = kept((0, False, failed), (0, False, other), (0, False, third), (1, False, other))
+    assert of_program == [False, False, True, True]
+    failed, fine = one(failure="no"), one()
+    assert kept((0, False, fine), (0, False, failed), (1, False, fine)) == [True, False, True]
+    of_remax = kept((0, False, fine), (0, True, failed), (1, False, fine), (1, True, fine))
+    assert of_remax == [False, False, True, True]
 
 
 def test_calls_run_at_once_and_a_blocked_loop_is_left() -> None:

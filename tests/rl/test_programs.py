@@ -232,7 +232,7 @@ def test_what_fails_ends_the_run_or_has_no_reward(
 
 def test_an_episode_without_an_answer_is_left_out(build_program: Any) -> None:
     silent = build_program(misbehave, options={"how": "silent"}, on_failure="zero")
-    with user_error("must make requests, none of 6 episodes has"):
+    with user_error("must leave episodes to learn from, it failed in 6 of 6 episodes: it made no request"):
         silent.sampler.sample(PROMPTS, step=1)
 
 

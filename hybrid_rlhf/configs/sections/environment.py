@@ -31,9 +31,9 @@ class EnvironmentConfig(Settings):
     retries: Natural = advanced(0)
     """Attempts after the first of a call of reset or step that raises, or of a coroutine that exceeds its time, after
     0.5, 1, 2, ... seconds; for environments whose calls may be repeated."""
-    on_failure: Literal["stop", "zero"] = "stop"
-    """Action if an environment raises, times out or returns an invalid step. stop: the run ends; zero: the episode
-    ends, and its last turn has reward 0."""
+    on_failure: Literal["stop", "drop", "zero"] = "stop"
+    """Action if an environment raises, times out or returns an invalid step. stop: the run ends; drop: the episode is
+    left out; zero: the episode ends, and its last turn has reward 0 (an episode without a turn is left out)."""
 
     def _check(self) -> None:
         require(

@@ -27,6 +27,9 @@ from hybrid_rlhf.rl.environments.calls import EnvironmentCalls
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 
+_WHAT_HAPPENS = {"drop": "drops what failed", "zero": "gives 0 and ends"}
+"""Effect of a failure, in the log."""
+
 
 class Turns(TokenSource, Protocol):
     """Answers the turns of one episode, while other episodes go on."""
@@ -99,28 +102,42 @@ class EpisodeRunner(ABC):
         """Context around the episodes whose turns a batch answers."""
         return contextlib.nullcontext()
 
-    def checked(self, episodes: Sequence[tuple[int, Episode]], world: World) -> list[tuple[int, Episode]]:
-        """This rank's episodes with the places of their prompts, without the sequences that have no tokens. Logs the
-        failures of all ranks; every rank calls.
+    def kept(
+        self, episodes: Sequence[tuple[int, bool, Episode]], world: World, *, may_drop_all: bool = False
+    ) -> list[bool]:
+        """Which of this rank's episodes are scored: those with tokens, and with `on_failure drop` those that have not
+        failed. A prompt without its greedy episode has no baseline, and none of its episodes is. Logs the failures of
+        all ranks; every rank calls.
+
+        Args:
+            episodes: the place of its prompt, true if it is greedy, and the episode, or one of its sequences.
+            world: all ranks.
+            may_drop_all: true if none needs to be left.
 
         Raises:
-            UserError: on every rank, for any failure if on_failure is stop, or if sequences have `sample` and no rank
-                has any with tokens.
+            UserError: on every rank, for any failure if on_failure is stop, or if no rank has any episode left.
         """
-        reasons = [episode.failure for _, episode in episodes if episode.failure is not None]
-        kept = [(place, episode) for place, episode in episodes if episode.sample is None or episode.token_ids]
-        by_rank = world.all_gather_objects((reasons, len(episodes), len(kept)))
+        keys = [(place, row if one.sample is None else one.sample) for row, (place, _, one) in enumerate(episodes)]
+        failed = set[tuple[int, int]]()
+        if self._config.on_failure == "drop":
+            failed = {key for key, (*_, one) in zip(keys, episodes, strict=True) if one.failure is not None}
+        kept = [bool(one.token_ids) and key not in failed for key, (*_, one) in zip(keys, episodes, strict=True)]
+        bare = {place for (place, greedy, _), stays in zip(episodes, kept, strict=True) if greedy and not stays}
+        kept = [stays and place not in bare for (place, *_), stays in zip(episodes, kept, strict=True)]
+        reasons = [one.failure for *_, one in episodes if one.failure is not None]
+        by_rank = world.all_gather_objects((reasons, len(episodes), sum(kept)))
         all_reasons = [reason for reasons, _, _ in by_rank for reason in reasons]
+        if not all_reasons:
+            return kept
         total = sum(count for _, count, _ in by_rank)
-        if all_reasons:
-            name = self._config.name
-            where = f"in {len(all_reasons)} of {total} episodes: {all_reasons[0]}"
-            if self.stops_on_failure:
-                raise UserError(f"environment {name} failed {where}; fix it, or set environment.on_failure to zero")
-            if world.is_main:
-                logger.warning("environment %s gives 0 and ends %s", name, where)
-        if not any(count for _, _, count in by_rank):
-            raise UserError(f"environment.program must make requests, none of {total} episodes has: fix it")
+        what = f"environment {self._config.name}"
+        where = f"in {len(all_reasons)} of {total} episodes: {all_reasons[0]}"
+        if self.stops_on_failure:
+            raise UserError(f"{what} failed {where}; fix it, or set environment.on_failure to drop or zero")
+        if not may_drop_all and not any(count for _, _, count in by_rank):
+            raise UserError(f"{what} must leave episodes to learn from, it failed {where}; fix it")
+        if world.is_main:
+            logger.warning("%s %s %s", what, _WHAT_HAPPENS[self._config.on_failure], where)
         return kept
 
 

@@ -83,12 +83,10 @@ class EnvironmentRunner(EpisodeRunner):
                 break
             completion = await next_turn(turns, entry.episode.ids, self._turn_params(entry, turn, turns))
             entry.episode.add_turn(completion)
-            entry.running = entry.episode.failure is None
-            if entry.running:
-                assert entry.environment is not None
-                text = completion_text(completion.token_ids, self._tokenizer)
-                result = await self._calls.result(partial(entry.environment.step, text))
-                self._end_turn(entry, completion, result)
+            assert entry.environment is not None
+            text = completion_text(completion.token_ids, self._tokenizer)
+            result = await self._calls.result(partial(entry.environment.step, text))
+            self._end_turn(entry, completion, result)
         return [entry.episode]
 
     def _opening(self, entry: _RunningEpisode) -> Callable[[], Any]:
@@ -105,6 +103,7 @@ class EnvironmentRunner(EpisodeRunner):
         prompt = opening if isinstance(opening, CallFailure) else self._read_opening(opening, entry.row)
         if isinstance(prompt, CallFailure):
             entry.episode.failure = prompt.reason
+            entry.running = False  # a turn would answer the prompt of the row, which is not the task
         elif prompt is not None:
             entry.episode.prompt = prompt
 

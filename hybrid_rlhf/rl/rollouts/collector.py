@@ -268,25 +268,27 @@ class Collector:
         if config.dynamic_sampling is None:  # refills would otherwise wait for the completions sampled ahead
             ahead.begin(step)
         for refills in itertools.count():
-            scored = self._scorer.score(
-                ahead.prompts(rows), sampled, first=len(taken), greedy=ahead.greedy, refill=refills > 0
-            )
-            assert scored.scores is not None and scored.penalties is not None and scored.groups is not None
-            mask = self._algorithm.select(scored.scores, penalties=scored.penalties, groups=scored.groups)
+            if len(sampled.numbered(self._world)):  # an environment may fail in all episodes of a refill
+                scored = self._scorer.score(
+                    ahead.prompts(rows), sampled, first=len(taken), greedy=ahead.greedy, refill=refills > 0
+                )
+                assert scored.scores is not None and scored.penalties is not None and scored.groups is not None
+                mask = self._algorithm.select(scored.scores, penalties=scored.penalties, groups=scored.groups)
+                parts.append(scored)
+                masks.append(mask)
+                if config.dynamic_sampling is not None:
+                    wanted -= sum(self._world.all_gather_objects(len(scored.groups[mask].unique())))
             taken += rows
-            parts.append(scored)
-            masks.append(mask)
-            if config.dynamic_sampling is None:
-                break
-            wanted -= sum(self._world.all_gather_objects(len(scored.groups[mask].unique())))
-            if wanted <= 0 or refills == config.dynamic_sampling.max_refills:
+            if config.dynamic_sampling is None or wanted <= 0 or refills == config.dynamic_sampling.max_refills:
                 break
             rows = ahead.stream.take(wanted)
             if not rows:
                 break
             # prompts that began in this step have used keys even if they are not among the taken ones
             first = len(taken) + ahead.extra_prompts
-            sampled = ahead.sampler.sample(ahead.prompts(rows), step=step, first=first, greedy=ahead.greedy)
+            sampled = ahead.sampler.sample(
+                ahead.prompts(rows), step=step, first=first, greedy=ahead.greedy, may_be_empty=True
+            )
         ahead.begin(step)
         return self._selected(_joined(parts, self._world), torch.cat(masks), taken)
 

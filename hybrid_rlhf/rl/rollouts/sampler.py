@@ -127,6 +127,7 @@ class RolloutSampler:
         greedy: bool = False,
         shown_as: str | None = None,
         part: RolloutPart | None = None,
+        may_be_empty: bool = False,
     ) -> Rollout:
         """Completions of all prompts by the current weights, of which each rank holds its own, with the places of their
         prompts in `groups`. Every rank calls.
@@ -138,6 +139,7 @@ class RolloutSampler:
             greedy: true to add one greedy completion after the samples of each prompt.
             shown_as: name in the progress log; None: the name of the step's rollout, shown if it takes long.
             part: this group's share of a partial rollout, which returns the prompts in flight that it finishes.
+            may_be_empty: true if the step has other completions, so that an environment may fail in all episodes.
         """
         mine = self.assigned(prompts, step=step, first=first, greedy=greedy, part=part)
         if self.live is not None and self.live.lasts:
@@ -145,11 +147,11 @@ class RolloutSampler:
                 ticket = self.live.add(mine, self.progress(mine, step, shown_as))
                 with self.timers("generation"), shared_user_errors(self.world):
                     samples = self.live.wait(ticket)
-            return self.held(mine, samples)
+            return self.held(mine, samples, may_be_empty=may_be_empty)
         with self._in_turn(), self.engine.inference(**self._stop) as generation, self._in_sampling_stream():
             sampled = self._sample(generation, mine, self.timers, self.progress(mine, step, shown_as), part)
         with contextlib.nullcontext() if self.engine.world.is_member else self.timers("generation"):
-            return self.held(*sampled)
+            return self.held(*sampled, may_be_empty=may_be_empty)
 
     def begin(
         self,
@@ -225,11 +227,11 @@ class RolloutSampler:
         )
         return self.live
 
-    def held(self, mine: Sequence[AssignedPrompt], samples: Samples) -> Rollout:
+    def held(self, mine: Sequence[AssignedPrompt], samples: Samples, *, may_be_empty: bool = False) -> Rollout:
         """The rollout of this rank's prompts and their samples by the current weights. Every rank calls."""
         engine = self.engine
         cost = SamplingCost(0.0, engine.work, engine.weight_sync_seconds, engine.weight_check_seconds)
-        return self._held((mine, samples), cost)
+        return self._held((mine, samples), cost, may_be_empty=may_be_empty)
 
     def _in_turn(self) -> contextlib.AbstractContextManager[None]:
         """Reserve the next place in the order of calls; called in the main thread. The returned context waits, in any
@@ -342,22 +344,23 @@ class RolloutSampler:
         with timers("generation"), contextlib.closing(live), live.decoding(generation, []):
             return live.wait(live.add(mine, progress))
 
-    def _held(self, sampled: _Sampled, cost: SamplingCost) -> Rollout:
+    def _held(self, sampled: _Sampled, cost: SamplingCost, *, may_be_empty: bool = False) -> Rollout:
         """The completions that this rank has sampled; those of one prompt are adjacent."""
         world = self.world
         engine = self.engine
         self.cost = world.broadcast_object(cost, source=engine.world.members[0])
-        rows: list[tuple[int, Episode]] = []
+        rows: list[tuple[AssignedPrompt, Episode]] = []
         if engine.generation_world.is_main:
             by_prompt: Sequence[Sequence[Completion | Episode]] = sampled[1]
             pairs = zip(sampled[0], by_prompt, strict=True)
             by_place = sorted(pairs, key=lambda pair: pair[0].place)  # stably: greedy completions come last
-            rows = [(prompt.place, _episode(prompt, sample)) for prompt, samples in by_place for sample in samples]
-        has_rewards = self._environments is not None
+            rows = [(prompt, _episode(prompt, sample)) for prompt, samples in by_place for sample in samples]
         if self._environments is not None:
-            rows = self._environments.checked(rows, world)
-        rollout = Rollout.of([episode for _, episode in rows], has_rewards=has_rewards)
-        rollout = replace(rollout, groups=torch.tensor([place for place, _ in rows], dtype=torch.long))
+            played = [(prompt.place, prompt.greedy, episode) for prompt, episode in rows]
+            kept = self._environments.kept(played, world, may_drop_all=may_be_empty)
+            rows = [row for row, is_kept in zip(rows, kept, strict=True) if is_kept]
+        rollout = Rollout.of([episode for _, episode in rows], has_rewards=self._environments is not None)
+        rollout = replace(rollout, groups=torch.tensor([prompt.place for prompt, _ in rows], dtype=torch.long))
         rollout = with_columns_of_all_ranks(rollout, world, {})
         return replace(rollout, index=rollout.numbered(world))
 
