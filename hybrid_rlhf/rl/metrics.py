@@ -26,7 +26,9 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
     old_logprobs = rollout.old_logprobs
     assert old_logprobs is not None and rollout.groups is not None
     # where the actor has not read the rollout, only rows that an update has read have log-probs of training
-    is_read = torch.ones_like(rollout.stopped) if rollout.entropy is not None else rollout.learned_mask.any(dim=1)
+    is_read = rollout.learned
+    if is_read is None or rollout.entropy is not None:
+        is_read = torch.ones_like(rollout.stopped)
     difference = torch.where(mask, (rollout.sampled_logprobs - old_logprobs).abs(), 0.0)
     log_ratio = masked_sum(old_logprobs - rollout.drawn_logprobs, mask=mask, dim=1)
     columns = {
@@ -42,6 +44,7 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
         "log_ratio": log_ratio,
         "groups": rollout.groups,
         "is_read": is_read,
+        "has_score": rollout.has_score,
     }
     index = rollout.numbered(world)
     known = {name: column.float() for name, column in columns.items() if column is not None}
@@ -55,11 +58,9 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
         **({} if "teacher_kl" not in whole else {"teacher/kl": float(whole["teacher_kl"].sum() / tokens)}),
         **({} if explained is None else {"val/explained_variance": explained}),
         "objective/entropy": float(whole["entropy"].mean()),
-        "objective/scores": float(whole["scores"].mean()),
-        "objective/scores_std": spread(whole["scores"]),
+        **score_metrics(whole["scores"], whole["has_score"].bool(), whole["groups"], is_rewarded=rollout.is_rewarded),
         **({} if "clipped" not in whole else {"objective/score_clipfrac": float(whole["clipped"].mean())}),
         "objective/rlhf_reward": float(whole["reward"].mean()),
-        **(equal_groups(whole["scores"], whole["groups"]) if rollout.is_rewarded else {}),
         "completions/mean_length": float(index.responses.float().mean()),
         "completions/clipped_ratio": float(whole["truncated"].mean()),
         "rollout/logprob_abs_diff_mean": float(whole["difference"].sum() / index.responses[is_read].sum().clamp(min=1)),
@@ -101,7 +102,16 @@ def episode_metrics(rollout: Rollout, world: World) -> dict[str, float]:
     return metrics if rollout.samples is None else {**metrics, "environment/sequences": len(first) / float(first.sum())}
 
 
-def equal_groups(scores: Tensor, groups: Tensor) -> dict[str, float]:
+def score_metrics(scores: Tensor, has_score: Tensor, groups: Tensor, *, is_rewarded: bool) -> dict[str, float]:
+    """Mean and standard deviation of the scores [N] of completions that have one, and with a reward the share of groups
+    whose scores are all equal."""
+    known = has_score | ~has_score.any()
+    scores, groups = scores[known], groups[known]
+    metrics = {"objective/scores": float(scores.mean()), "objective/scores_std": spread(scores)}
+    return {**metrics, **(_equal_groups(scores, groups) if is_rewarded else {})}
+
+
+def _equal_groups(scores: Tensor, groups: Tensor) -> dict[str, float]:
     """The share of groups whose scores are all equal, and so have no advantages; {} if no group has several
     completions."""
     sizes = group_size(groups)
@@ -128,7 +138,8 @@ def evaluation_metrics(rollout: Rollout, world: World, *, prefix: str) -> dict[s
     """Metrics of completions of held-out prompts; KL and length per completion, KL to a teacher per token. Every rank
     calls."""
     index = rollout.numbered(world)
-    scores = index.gather(rollout.penalized_scores)
+    has_score = index.gather(rollout.has_score)
+    scores = index.gather(rollout.penalized_scores)[has_score | ~has_score.any()]
     kl = None if rollout.kl is None else index.gather(rollout.kl)
     teacher_kl = None if rollout.teacher_kl is None else index.gather(rollout.teacher_kl)
     tokens = index.responses.sum().clamp(min=1)

@@ -79,6 +79,7 @@ class Scripted:
             groups=first + row // SAMPLES,
             stopped=marks % 3 != 0,
             scores=scores,
+            components={"x": scores},
             penalties=torch.zeros(count),
             metrics={"reward/x/mean": float(scores.mean()), "reward/x/dropped": 1.0},
         )

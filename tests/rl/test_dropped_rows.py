@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig
+from hybrid_rlhf.configs.sections.rollout import CurriculumConfig
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.batch import Batch, Rollout
@@ -18,6 +19,7 @@ from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
+from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
@@ -62,6 +64,33 @@ def test_dropped_rows_are_in_no_tensor_and_no_figure(world: World, build: Any) -
     assert metrics["completions/mean_length"] == float(whole.response_mask[kept].sum(dim=1).float().mean())
     assert parts.scaling.metrics()["objective/scaling_mean"] == pytest.approx(sum(kept) / len(kept))
     assert evaluation_metrics(rollout, world, prefix="eval")["eval/scores"] == metrics["objective/scores"]
+
+
+@pytest.mark.parametrize(
+    ("name", "learned"),
+    [("grpo", [0, 1, 2, 3, 4, 5, 6, 7]), ("raft", [3, 7]), ("online_dpo", [2, 3, 6, 7]), ("dapo", [2, 3, 6, 7])],
+)
+def test_rows_without_a_score_are_neither_selected_nor_in_a_statistic(
+    name: str, learned: list[int], world: World, build: Any
+) -> None:
+    """A component that does not apply is no score of 0: not to what selects, scales, filters prompts or is reported."""
+    judge = Judge()
+    judge.silent = [0, 4, 5]
+    config = replace(parse_config(RLConfig, ["--algorithm", name]).algorithm, score_scaling="running")
+    changes: dict[str, Any] = {"score_scaling": "running", "penalties": None}
+    parts = build(algorithm=replace(ALGORITHM, **changes), reward=Reward([judge], world))
+    data, stream = Dataset.from_list(PROMPTS), Curriculum(4, epochs=1, seed=0, config=CurriculumConfig())
+    ahead = AsyncSampler(parts.sampler, prompts=data, stream=stream, per_step=4, total_steps=1)
+    collected = Collector(ahead, parts.scorer, ALGORITHMS[name](config)).collect(1)
+    assert collected.scores is not None and collected.numbered(world).mine == [*range(len(learned))]
+    assert collected.scores.tolist() == [0.0 if row in judge.silent else float(row) for row in learned]
+    known = torch.tensor([1.0, 2.0, 3.0, 6.0, 7.0])
+    assert parts.scaling.metrics()["objective/scaling_mean"] == pytest.approx(float(known.mean()))
+    assert collected.metrics["curriculum/pass_rate"] == 1.0, "of the three prompts with a score"
+    evaluated = parts.scorer.compute_logprobs(collected, parts.planner.plan(collected))
+    metrics = rollout_metrics(parts.estimate(evaluated, kl_coef=0.0), world) | dict(collected.metrics)
+    assert metrics["reward/judge/mean"] == pytest.approx(float(known.mean()))
+    assert metrics["objective/scores"] == pytest.approx(float(known.mean()))
 
 
 @pytest.mark.parametrize("name", ["dapo", "raft"])

@@ -21,7 +21,7 @@ from hybrid_rlhf.functional.masking import masked_whiten, row_sums
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
 from hybrid_rlhf.rl.batch import Batch, Rollout
-from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
+from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, _advantages, estimate_advantages
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
@@ -133,6 +133,27 @@ def test_gdpo_standardizes_each_component_of_the_reward() -> None:
         assert (found[row][rollout.response_mask[row]] - expected).abs().max() < 1e-4
     torch.testing.assert_close(advantages(100.0), found, atol=1e-3, rtol=1e-3)
     assert float(found[3][rollout.response_mask[3]][0]) > 0, "of three equal sums"
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "pass_at_k", "gdpo", "reinforce_pp_baseline"])
+def test_a_completion_without_a_score_is_not_compared(name: str) -> None:
+    """To which no component applies: others have the advantages of a group without it, and it has none."""
+    rewards, rollout = scored()
+    known = torch.tensor([True, False, True, True, True, True, False, False])
+    components = {"a": torch.where(known, SCORES, torch.nan), "b": torch.full((8,), torch.nan)}
+    rewards = torch.where(known[:, None], rewards, 0.0)
+    rollout = replace(rollout, components=components, scores=SCORES, penalties=torch.zeros(8))
+    learner = algorithm(name, kl=None)
+    learner.component_weights = {"a": 1.0, "b": 1.0}
+    found = _advantages(rewards, rollout, learner)
+    rows = known.nonzero().flatten().tolist()
+    alone = rollout.rows(rows)
+    width = alone.input_ids.shape[1]
+    assert torch.equal(found[rows, :width], learner.advantages(rewards[rows, :width], alone))
+    assert not found[~known].any() and found[known].any()
+    failed = replace(rollout, components={"a": torch.where(known, SCORES, 0.0)})  # on_failure zero: a score
+    if name != "gdpo":
+        assert torch.equal(_advantages(rewards, failed, learner), learner.advantages(rewards, failed))
 
 
 def test_gdpo_is_whitened_over_completions() -> None:

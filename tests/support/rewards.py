@@ -47,8 +47,11 @@ class Judge(RewardComponent):
     def __init__(self, failing: Sequence[int] = ()) -> None:
         super().__init__(RewardComponentConfig(function="a:judge", on_failure="drop"))
         self._failing = failing
+        self.silent: Sequence[int] = ()
+        """Rows to which it does not apply."""
 
     def begin(self, share: RewardBatch) -> Callable[[], ComponentScores]:
         failures = {place: "no" for place, row in enumerate(share.numbers) if row in self._failing}
-        values = [None if place in failures else float(row) for place, row in enumerate(share.numbers)]
+        silent = {*failures, *(place for place, row in enumerate(share.numbers) if row in self.silent)}
+        values = [None if place in silent else float(row) for place, row in enumerate(share.numbers)]
         return lambda: ComponentScores(values, failures)

@@ -312,6 +312,13 @@ class Rollout:
         """True if reward components or an environment gave the scores; without them, all scores are 0."""
         return bool(self.components) or self.turn_rewards is not None
 
+    @property
+    def has_score(self) -> Tensor:
+        """[N] bool, false where the reward has components of which none applies; the score is 0 there."""
+        if self.turn_rewards is not None or not self.components:
+            return torch.ones_like(self.stopped)
+        return ~torch.stack([*self.components.values()]).isnan().all(dim=0)
+
     def episodes(self) -> tuple[Tensor, Tensor]:
         """The first row of each episode [E] int64, and the episode of each row [N] int64; E episodes."""
         rows = torch.arange(len(self), device=self.input_ids.device)

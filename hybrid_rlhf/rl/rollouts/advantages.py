@@ -182,15 +182,22 @@ def estimate_advantages(
 
 
 def _advantages(rewards: Tensor, rollout: Rollout, algorithm: Algorithm) -> Tensor:
-    """[N, T] the algorithm's advantages; where it compares completions, all sequences of an episode have the advantage
-    of the first one, so that an episode counts once.
+    """[N, T] the algorithm's advantages. Where it compares completions, all sequences of an episode have the advantage
+    of the first one, so that an episode counts once, and completions without a score are not compared and have none.
     """
     first, member = rollout.episodes()
-    if algorithm.config.fewest_completions == 1 or len(first) == len(member):
+    compared = first[rollout.has_score[first]]
+    if algorithm.config.fewest_completions == 1 or len(compared) == len(rollout):
         return algorithm.advantages(rewards, rollout)
-    chosen = rollout.rows(first.tolist())
-    compared = algorithm.advantages(rewards[first, : chosen.input_ids.shape[1]], chosen)
-    return per_token(masked_mean(compared, mask=chosen.response_mask, dim=1)[member], rollout)
+    chosen = rollout.rows(compared.tolist())
+    width = chosen.input_ids.shape[1]
+    of_chosen = algorithm.advantages(rewards[compared, :width], chosen)
+    advantages = torch.zeros_like(rewards)
+    advantages[compared, :width] = of_chosen
+    if len(first) == len(rollout):
+        return advantages
+    of_rows = masked_mean(advantages, mask=rollout.response_mask, dim=1)
+    return per_token(of_rows[first][member], rollout)
 
 
 def _whitened(

@@ -28,10 +28,9 @@ from hybrid_rlhf.configs.algorithms import RAFTConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.loaders import RowStream
-from hybrid_rlhf.functional.masking import spread
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Rollout, SampledTokens, restored_rows, with_prefix
-from hybrid_rlhf.rl.metrics import equal_groups, staleness_metrics
+from hybrid_rlhf.rl.metrics import score_metrics, staleness_metrics
 from hybrid_rlhf.rl.rewards.reward import COUNTS
 from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
@@ -272,8 +271,8 @@ class Collector:
                 scored = self._scorer.score(
                     ahead.prompts(rows), sampled, first=len(taken), greedy=ahead.greedy, refill=refills > 0
                 )
-                assert scored.scores is not None and scored.penalties is not None and scored.groups is not None
-                mask = self._algorithm.select(scored.scores, penalties=scored.penalties, groups=scored.groups)
+                assert scored.groups is not None
+                mask = self._mask(scored)
                 parts.append(scored)
                 masks.append(mask)
                 if config.dynamic_sampling is not None:
@@ -292,22 +291,39 @@ class Collector:
         ahead.begin(step)
         return self._selected(_joined(parts, self._world), torch.cat(masks), taken)
 
+    def _mask(self, scored: Rollout) -> Tensor:
+        """[n] bool, the rows to learn from; a row without a score is none where the algorithm selects by scores."""
+        config = self._algorithm.config
+        assert scored.scores is not None and scored.penalties is not None and scored.groups is not None
+        known = scored.has_score
+        mask = torch.full_like(
+            known, config.dynamic_sampling is None and not config.selects and not config.learns_pairs
+        )
+        mask[known] = self._algorithm.select(
+            scored.scores[known], penalties=scored.penalties[known], groups=scored.groups[known]
+        )
+        return mask
+
     def _selected(self, whole: Rollout, mask: torch.Tensor, taken: Sequence[int]) -> Rollout:
         """The selected rows, with metrics of all rows and the data set's row of each prompt."""
         assert whole.groups is not None
         index = whole.numbered(self._world)
         self.sampled = SampledTokens(index.responses.tolist(), int(index.lengths.sum()))
         ages = whole.staleness(self._scorer.weight_version)
-        columns = torch.stack([mask, whole.penalized_scores, whole.groups, ~whole.stopped], dim=1)
-        chosen, scores, groups, truncated, *stale = index.gather(torch.cat([columns, ages], dim=1)).T.contiguous()
+        columns = torch.stack([mask, whole.has_score, whole.penalized_scores, whole.groups, ~whole.stopped], dim=1)
+        chosen, known, scores, groups, truncated, *stale = index.gather(
+            torch.cat([columns, ages], dim=1)
+        ).T.contiguous()
         chosen = chosen.bool()
+        known = known.bool()
         metrics = {**whole.metrics, **self.ahead.metrics, **self._metrics(scores.float(), chosen, groups)}
-        if not bool(chosen.all()):
+        if not bool(chosen.all()):  # the selected completions alone would look too good
+            metrics |= score_metrics(scores.float(), known, groups, is_rewarded=whole.is_rewarded)
             metrics["completions/mean_length"] = float(index.responses.float().mean())
             metrics["completions/clipped_ratio"] = float(truncated.float().mean())
         if isinstance(self.ahead.stream, Curriculum):
             assert whole.scores is not None
-            metrics |= self.ahead.stream.observe(index.gather(whole.scores), groups=groups, rows=taken)
+            metrics |= self.ahead.stream.observe(index.gather(whole.scores)[known], groups=groups[known], rows=taken)
         if not bool(chosen.any()):
             config = self._algorithm.config
             least = config.select_above if isinstance(config, RAFTConfig) else None
@@ -325,16 +341,11 @@ class Collector:
             metrics["rollout/stale_updates"] = staleness["rollout/stale_updates"]
         return replace(selected, metrics=metrics, index=index if chosen.all() else selected.numbered(self._world))
 
-    def _metrics(self, scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor) -> dict[str, float]:
-        """Metrics of all completions of a step, from their scores [N], which of them are selected, and prompts."""
+    def _metrics(self, scores: Tensor, mask: Tensor, groups: Tensor) -> dict[str, float]:
+        """Metrics of what is selected, from the scores [N] of all completions, which of them are, and prompts."""
         metrics = {}
-        if not bool(mask.all()):  # the selected completions alone would look too good
-            metrics = {
-                **equal_groups(scores, groups),
-                "objective/scores": float(scores.mean()),
-                "objective/scores_std": spread(scores),
-                "rollout/chosen_scores": float(scores[mask].mean()) if bool(mask.any()) else 0.0,
-            }
+        if not bool(mask.all()):
+            metrics["rollout/chosen_scores"] = float(scores[mask].mean()) if bool(mask.any()) else 0.0
         if self._algorithm.config.dynamic_sampling is not None:
             metrics["rollout/accepted_prompts"] = len(groups[mask].unique()) / len(groups.unique())
         return metrics

@@ -65,7 +65,7 @@ class Curriculum(RowStream):
         """Renew the pass rates of the prompts of a step, and return the metrics.
 
         Args:
-            scores: [N], scores of all completions.
+            scores: [N], scores of all completions that have one.
             groups: [N], place in the step of each completion's prompt.
             rows: rows of the step's prompts, by place.
         """
@@ -78,7 +78,7 @@ class Curriculum(RowStream):
             self._rates[row] = self._config.decay * before + (1 - self._config.decay) * mean
         skipped = self._skipped
         self._skipped = 0
-        seen = len(self._rates)
+        seen = max(len(self._rates), 1)
         return {
             "curriculum/pass_rate": math.fsum(self._rates.values()) / seen,
             "curriculum/wanted_prompts": sum(map(self._is_wanted, self._rates)) / seen,

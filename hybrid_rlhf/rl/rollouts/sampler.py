@@ -280,8 +280,9 @@ class RolloutSampler:
             if place % groups == group
         ]
         if greedy:
-            greedily = {"n": 1, "temperature": 0.0}
-            mine += [replace(prompt, params=replace(prompt.params, **greedily), greedy=True) for prompt in mine]
+            mine += [
+                replace(prompt, params=replace(prompt.params, n=1, temperature=0.0), greedy=True) for prompt in mine
+            ]
         return mine
 
     def progress(self, mine: Sequence[AssignedPrompt], step: int, shown_as: str | None = None) -> ProgressLog:

@@ -106,6 +106,7 @@ class RolloutScorer:
         scores = report.scores[index.mine]
         if rollout.turn_rewards is not None:
             scores = scores + row_sums(rollout.turn_rewards)
+        rollout = replace(rollout, components={name: of[index.mine] for name, of in report.components.items()})
         accepted = torch.ones(len(index), dtype=torch.bool)
         accepted[report.dropped] = False
         assert rollout.groups is not None
@@ -115,13 +116,15 @@ class RolloutScorer:
         if greedy:
             kept &= accepted[index.mine][last][prompt]
             kept &= ~torch.zeros_like(kept).index_fill(0, last, True)
+        columns = torch.stack([scores, rollout.has_score.float(), kept.float()], dim=1)
+        of_all, has_score, counted = index.gather(columns).T.contiguous()
         if self._scaling.follows_scores and not evaluates:
-            self._scaling.observe(index.gather(scores)[index.gather(kept)])
+            self._scaling.observe(of_all[has_score.bool() & counted.bool()])
         penalties = self._scaling.unit * score_penalties(
             rollout,
             self._algorithm.penalties,
             max_new_tokens=self._config.sampling.max_new_tokens,
-            scores_std=self._scaling.scaled_std(index.gather(scores)[accepted]),
+            scores_std=self._scaling.scaled_std(of_all[has_score.bool() & accepted]),
         )
         scored = replace(
             rollout,
@@ -129,7 +132,6 @@ class RolloutScorer:
             scores=scores,
             penalties=penalties,
             ref_logprobs=ref_logprobs,
-            components={name: of_rows[index.mine] for name, of_rows in report.components.items()},
             metrics={**report.metrics, **episode_metrics(rollout, self._world)},
         )
         if greedy:
