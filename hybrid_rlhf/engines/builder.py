@@ -397,7 +397,7 @@ def _muon(
     """
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # imports the tables of torch.compile
 
-    matrices = layer_matrices(lm)
+    matrices = [matrix for matrix in layer_matrices(lm) if matrix.requires_grad]
     by_width: dict[int, list[nn.Parameter]] = defaultdict(list)
     for matrix in matrices:
         by_width[full_shape(matrix)[1]].append(matrix)

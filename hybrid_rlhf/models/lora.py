@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.models.families import WITHOUT_ADAPTERS
+from hybrid_rlhf.models.families import WITHOUT_ADAPTERS, unread_weights
 from hybrid_rlhf.models.four_bit import FourBitWeight, is_four_bit, plain_value
 from hybrid_rlhf.models.pretrained.adapters import LowRank
 from hybrid_rlhf.models.pretrained.folders import reading
@@ -44,7 +44,9 @@ _SPECIAL_LINEAR = re.compile("Router|Grouped")
 def choose_trained(
     model: PreTrainedModel, lora: LoraConfig | None, architecture: Architecture, *, learns: bool, seed: int
 ) -> None:
-    """Choose the trained parameters: none of a frozen model, the adapters of `lora`, or all.
+    """Choose the trained parameters: none of a frozen model, the adapters of `lora`, or all that text reads.
+
+    Weights that text never reads have no gradient, but a trained one would decay, in some ZeRO stages.
 
     Raises:
         UserError: when lora does not fit the model, or a trained model has adapters already.
@@ -59,18 +61,26 @@ def choose_trained(
         for parameter in model.parameters():  # not buffers: rotary frequencies are float32 in any model
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
+    parameters = dict(model.named_parameters())
+    for name in unread_weights(model, parameters):
+        parameters[name].requires_grad_(False)
 
 
-def modules_named(target: str, model: nn.Module) -> set[str]:
-    """Names of the modules that a name selects, as in peft: their whole names or their last parts."""
-    return {name for name, _ in model.named_modules() if f".{name}".endswith(f".{target}")}
+def modules_selected(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[str, set[str]]:
+    """Names of the modules that each target selects, of those that text reads. As in peft, a list has whole names or
+    their last parts, a text is a regular expression."""
+    names = [name for name, _ in model.named_modules()]
+    names = sorted(set(names).difference(unread_weights(model, names)))
+    if isinstance(targets, str):
+        return {targets: {name for name in names if re.fullmatch(targets, name)}}
+    return {target: {name for name in names if f".{name}".endswith(f".{target}")} for target in targets}
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architecture, *, seed: int) -> None:
-    """Inject adapters into a model and freeze the rest, except for a score head.
+    """Inject adapters into the modules that text reads and freeze the rest, except for a score head.
 
     Raises:
-        UserError: when lora.target_modules matches no module, the head, or an embedding tied to the head.
+        UserError: when lora.target_modules matches no such module, the head, or an embedding tied to the head.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft import TaskType, inject_adapter_in_model
@@ -79,22 +89,30 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
         raise UserError(f"{type(model).__name__} has no adapters, {reason}: set lora to null")
     task = TaskType.CAUSAL_LM if architecture == "causal_lm" else TaskType.SEQ_CLS
     head = _head(model, architecture)
-    if isinstance(config.target_modules, list):
-        for target in config.target_modules:  # peft refuses them only if none matches
-            if not modules_named(target, model):
+    targets: str | list[str] = config.target_modules
+    everything = targets == "all-linear"
+    if everything:
+        targets = linear_layers(model, head)
+    else:
+        towers = bool(unread_weights(model, (name for name, _ in model.named_modules())))
+        place = f"{'the language model of ' if towers else ''}{type(model).__name__}"
+        selected = modules_selected(model, targets)
+        for target, names in selected.items():  # peft refuses them only if none matches
+            if not names:
                 raise UserError(
-                    f"lora.target_modules {config.target_modules} does not fit (no module of {type(model).__name__} is "
-                    f"named {target}): name linear layers of the model"
+                    f"lora.target_modules {config.target_modules} does not fit (no module of {place} is named "
+                    f"{target}): name linear layers of the model"
                 )
+        if towers:  # peft would find the same names in them
+            targets = sorted(set[str]().union(*selected.values()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # the same initial adapters, however the model was loaded
         with reading(f"lora.target_modules {config.target_modules} does not fit", "name linear layers of the model"):
-            everything = config.target_modules == "all-linear"
             inject_adapter_in_model(
                 PeftLoraConfig(
                     r=config.rank,
                     lora_alpha=config.alpha,
-                    target_modules=linear_layers(model, head) if everything else config.target_modules,
+                    target_modules=targets,
                     target_parameters=stacked_experts(model) if everything else None,
                     lora_dropout=0.0,
                     task_type=task,
@@ -146,7 +164,7 @@ def _head(model: PreTrainedModel, architecture: Architecture) -> nn.Module:
 
 
 def linear_layers(model: PreTrainedModel, head: nn.Module) -> list[str]:
-    """Names of the layers that "all-linear" adapts: those that compute a plain product, except the head.
+    """Names of the layers that "all-linear" adapts: those that compute a plain product for text, except the head.
 
     Routers and products in groups are excluded, and projections whose weight Mamba's mixers read without calling the
     layer, as an adapter would have no effect.
@@ -158,16 +176,19 @@ def linear_layers(model: PreTrainedModel, head: nn.Module) -> list[str]:
         special = _SPECIAL_LINEAR.search(type(module).__name__)
         if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not special and not bypassed:
             names.append(name)
-    return names
+    unread = set(unread_weights(model, names))
+    return [name for name in names if name not in unread]
 
 
 def stacked_experts(model: PreTrainedModel) -> list[str]:
     """Names of the weights that stack a projection of all experts of a layer; their biases are excluded."""
-    return [
+    names = [
         name
         for name, _ in model.named_parameters()
         if name.split(".")[-2:-1] == ["experts"] and not name.endswith("bias")
     ]
+    unread = set(unread_weights(model, names))
+    return [name for name in names if name not in unread]
 
 
 def has_lora(module: nn.Module) -> bool:

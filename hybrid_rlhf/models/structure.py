@@ -15,20 +15,29 @@ CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts")
 def backbone_of(lm: PreTrainedModel) -> PreTrainedModel:
     """The model below the head; the causal LM itself if there is none.
 
-    `base_model` does not find it where the class names the attribute of a vision-language model instead (Llama 4).
+    `base_model` does not find it where the class names the attribute of a vision-language model instead, or where its
+    towers are beside a causal LM (Llama 4).
     """
+    if lm.base_model is lm and (language := language_model_of(lm)) is not None:
+        return language[1]
     parts = lm.children() if lm.base_model is lm else [lm.base_model]
     return next((part for part in parts if isinstance(part, PreTrainedModel)), lm)
 
 
 def language_model_of(lm: PreTrainedModel) -> tuple[str, PreTrainedModel] | None:
-    """Name and module of the language model inside a model that also has towers for images and sound; None for a model
-    of text only."""
+    """Name and module of the language model, without a head, inside a model that also has towers for images and sound;
+    None for a model of text only."""
     text = lm.config.get_text_config()
     if text is lm.config:
         return None
-    parts = ((name, part) for name, part in lm.named_modules() if isinstance(part, PreTrainedModel) and part is not lm)
-    return next(((name, part) for name, part in parts if part.config.model_type == text.model_type), None)
+    parts = (part for part in lm.modules() if isinstance(part, PreTrainedModel) and part is not lm)
+    part = next((part for part in parts if part.config.model_type == text.model_type), None)
+    return None if part is None else (name_of(lm, backbone_of(part)), backbone_of(part))
+
+
+def name_of(lm: nn.Module, module: nn.Module) -> str:
+    """Name of a module inside a model."""
+    return next(name for name, part in lm.named_modules() if part is module)
 
 
 def text_model_of(lm: PreTrainedModel) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Every model type of transformers' causal-LM mapping, tiny and random, against its own Hugging Face module.
+"""Every model type that is loaded as a causal LM, tiny and random, against its own Hugging Face module.
 
     python -m tests.families.sweep                       # all types, in minutes; writes docs/models.md
     python -m tests.families.sweep --types llama gemma2  # some, printed
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,31 +20,37 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.functional.logprobs import FLOAT32_TOLERANCE
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.architecture.model_description import Split
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.models.families import FAMILIES
+from hybrid_rlhf.models.families import FAMILIES, unread_weights
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens, require_own_logits
 from hybrid_rlhf.models.lora import add_lora, lora_merged
 from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.models.policy import Policy, Scorer
-from hybrid_rlhf.models.pretrained.loading import adapt_config, adapt_model
+from hybrid_rlhf.models.pretrained.loading import adapt_config, adapt_model, load_model
+from hybrid_rlhf.models.pretrained.saving import save_model
+from hybrid_rlhf.runtime.world import solo_world
 from tests.generation.references import hugging_face_greedy
 from tests.support.model_types import NotBuilt, model_types, tiny_of_type
+from tests.support.tiny import tiny_tokenizer
 
 GREEDY = SamplingParams(max_new_tokens=10, temperature=0.0)
 LENGTHS = (9, 4, 17)
 """Prompt tokens: below and above the windows and selections of the tiny models."""
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 YES, NO = "yes", "-"
+WORLD = solo_world(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class TypeReport:
     tensor_parallel: str = NO
     lora: str = NO
     reward_model: str = NO
+    towers: str = NO
     as_generate: bool = True
     """Whether greedy tokens are those of transformers' generate; else those of the forward over whole sequences."""
 
@@ -76,6 +84,8 @@ def check_type(model_type: str) -> TypeReport:
         model = tiny_of_type(model_type)
     except NotBuilt as error:
         return TypeReport(model_type, f"not built: {error}")
+    except UserError as error:
+        return TypeReport(model_type, f"refused: {error}")
     try:
         with torch.no_grad():
             model(input_ids=torch.tensor([prompts()[0]]))
@@ -99,6 +109,7 @@ def _check(model_type: str, model: PreTrainedModel) -> TypeReport:
         tensor_parallel,
         _lora(copy.deepcopy(model)) if works else NO,
         _reward_model(model_type),
+        _saving(model) if works else NO,
         as_generate,
     )
 
@@ -255,6 +266,21 @@ def _reward_model(model_type: str) -> str:
     return YES
 
 
+def _saving(model: PreTrainedModel) -> str:
+    """Whether a folder is saved as it was loaded, with the towers that text does not read."""
+    with tempfile.TemporaryDirectory() as place:
+        theirs, ours = Path(place, "theirs"), Path(place, "ours")
+        model.save_pretrained(theirs)
+        lm, _ = load_model(str(theirs), "causal_lm", config=ModelConfig(), dtype=torch.float32)
+        save_model(ours, full_tensors(lm, WORLD), lm=lm, tokenizer=tiny_tokenizer(), world=WORLD)
+        loaded, saved = (load_file(folder / "model.safetensors") for folder in (theirs, ours))
+    if loaded.keys() != saved.keys():
+        return f"wrong: saved under other names, such as {min(loaded.keys() ^ saved.keys())}"
+    if changed := [name for name in loaded if not torch.equal(loaded[name], saved[name])]:
+        return f"wrong: saved with other values, such as {changed[0]}"
+    return "kept" if unread_weights(lm, (name for name, _ in lm.named_parameters())) else NO
+
+
 def _line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
@@ -263,10 +289,11 @@ def page(reports: Sequence[TypeReport]) -> str:
     """docs/models.md."""
     built = [report for report in reports if report.is_built]
     counts: Callable[[str], int] = lambda start: sum(r.generation.startswith(start) for r in built)  # noqa: E731
+    towers = [report for report in built if report.towers == "kept"]
     trained = [report for report in built if report.training in ("packed", "padded")]
     rows = "\n".join(
         f"| `{r.model_type}` | {_cell(r.generation)} | {_cell(r.training)} | {_cell(r.tensor_parallel)} | "
-        f"{_cell(r.lora)} | {_cell(r.reward_model)} |"
+        f"{_cell(r.lora)} | {_cell(r.reward_model)} | {_cell(r.towers)} |"
         for r in built
     )
     rest = "\n".join(
@@ -282,6 +309,7 @@ def page(reports: Sequence[TypeReport]) -> str:
         module=counts("module"),
         packed=sum(report.training == "packed" for report in trained),
         padded=sum(report.training == "padded" for report in trained),
+        towers=len(towers),
         as_forward=textwrap.fill(others or "none", width=120, break_on_hyphens=False),
         rows=rows,
         rest=rest,
@@ -294,11 +322,11 @@ def _cell(text: str) -> str:
 
 PAGE_TEXT = """# Models
 
-Written by `make families`, which builds every model type of the causal-LM mapping of transformers {version}, tiny and
-random, from its own config: {types} types, of which {built} are built. A type generates and trains as its Hugging Face
-module computes, or it is refused with the line in the table. In float32, log-probs agree to 1e-4, packed rows are
-independent to 1e-5, and greedy tokens equal those of `generate`, or, where the cache or the positions of `generate`
-compute something else, those of the forward over whole sequences:
+Written by `make families`, which builds every model type of the causal-LM mapping of transformers {version}, and
+others with towers for images or sound, tiny and random, from its own config: {types} types, of which {built} are built.
+A type generates and trains as its Hugging Face module computes, or it is refused with the line in the table. In
+float32, log-probs agree to 1e-4, packed rows are independent to 1e-5, and greedy tokens equal those of `generate`, or,
+where the cache or the positions of `generate` compute something else, those of the forward over whole sequences:
 {as_forward}.
 
 When a model is loaded, its log-probs are compared with its logits for a row and its padded beginning, and a module that
@@ -310,9 +338,12 @@ generates with its own forward over whole sequences, to {float32} nats in float3
 - **Training**: *packed* rows have no padding ({packed} types), except in recurrent layers and Llama 4's attention;
   others are padded ({padded} types).
 - **Reward model**: the type has a sequence classifier with a score per token; critics are reward models too.
+- **Towers**: *kept* where the model reads images or sound ({towers} types). Training reads text alone: the weights of
+  towers and projectors have no gradient, no optimizer state and no adapters, and are saved with the names, values and
+  settings that were loaded, beside unchanged files of the processor. Other types with towers are refused.
 
-| Type | Generation | Training | Tensor parallel | LoRA | Reward model |
-|---|---|---|---|---|---|
+| Type | Generation | Training | Tensor parallel | LoRA | Reward model | Towers |
+|---|---|---|---|---|---|---|
 {rows}
 
 Types of which no tiny model is built:

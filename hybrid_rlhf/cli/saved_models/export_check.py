@@ -18,11 +18,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import encode_prompt, stop_token_ids
 from hybrid_rlhf.engines.vllm.process import server_environment
+from hybrid_rlhf.models.pretrained.folders import load_config
+from hybrid_rlhf.models.pretrained.loading import auto_class
 from hybrid_rlhf.runtime.world import default_device
 
 PROMPTS = (
@@ -104,7 +106,8 @@ def check_export(
     if output.suffix == ".gguf":
         return _compared("llama.cpp", _llama(output, ends), tokenizer, reference, tokenizer, dtype=dtype)
     read = AutoTokenizer.from_pretrained(output, trust_remote_code=trust_remote_code)
-    lm = AutoModelForCausalLM.from_pretrained(output, trust_remote_code=trust_remote_code).eval()
+    build = auto_class(load_config(str(output), trust_remote_code=trust_remote_code), "causal_lm")
+    lm = build.from_pretrained(output, trust_remote_code=trust_remote_code).eval()
     return _compared("transformers", _transformers(lm, ends), read, reference, tokenizer, dtype=dtype)
 
 

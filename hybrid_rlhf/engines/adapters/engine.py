@@ -9,7 +9,6 @@ Shapes: T tokens of a row.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from hybrid_rlhf.data.loaders import shard_batch
 from hybrid_rlhf.engines.adapters.adapter import Adapter, LinearLayer
 from hybrid_rlhf.engines.adapters.files import ParkedTensors, read_optimizer, read_state, write_folder
 from hybrid_rlhf.engines.adapters.products import AdapterProducts, StackedFactors
-from hybrid_rlhf.models.lora import linear_layers, modules_named, require_plain
+from hybrid_rlhf.models.lora import linear_layers, modules_selected, require_plain
 from hybrid_rlhf.models.packing import pack_parts, pads
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.pretrained.adapters import LowRank, stored_adapter
@@ -532,13 +531,9 @@ class AdapterEngine:
         except all-linear."""
         if target_modules == "all-linear":
             return list(self._layers.values())
-        if isinstance(target_modules, str):
-            chosen = {name for name, _ in self.lm.named_modules() if re.fullmatch(target_modules, name)}
-            unmatched = [] if chosen else [target_modules]
-        else:
-            matches = {target: modules_named(target, self.lm) for target in target_modules}
-            chosen = set().union(*matches.values())
-            unmatched = [target for target, names in matches.items() if not names]
+        matches = modules_selected(self.lm, target_modules)
+        chosen = set[str]().union(*matches.values())
+        unmatched = [target for target, names in matches.items() if not names]
         if unmatched or not chosen <= self._layers.keys():
             faulty = unmatched[0] if unmatched else min(chosen - self._layers.keys())
             known = ", ".join(sorted({name.rpartition(".")[2] for name in self._layers}))

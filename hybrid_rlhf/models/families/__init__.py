@@ -13,11 +13,17 @@ from hybrid_rlhf.models.families.head import (
     keep_float32_logits,
 )
 from hybrid_rlhf.models.families.lookup import FAMILIES, family_of, has_mixers, unread_weights
-from hybrid_rlhf.models.families.training import PACKING_FAMILIES, WITHOUT_ADAPTERS, WITHOUT_ROUTER_LOSSES
+from hybrid_rlhf.models.families.training import (
+    PACKING_FAMILIES,
+    TOWER_FAMILIES,
+    WITHOUT_ADAPTERS,
+    WITHOUT_ROUTER_LOSSES,
+)
 
 __all__ = [
     "FAMILIES",
     "PACKING_FAMILIES",
+    "TOWER_FAMILIES",
     "WITHOUT_ADAPTERS",
     "WITHOUT_ROUTER_LOSSES",
     "Family",

@@ -1,7 +1,7 @@
 """Finds the row of a model in the family table.
 
-A model for images and sound that transformers loads as a causal LM (Gemma 3, Gemma 4) is a language model with
-additional towers. Its row is that of the language model, and the towers are not used for text.
+A model for images and sound (Gemma 3, Qwen3.5) is a language model with additional towers. Its row is that of the
+language model, and the towers are not used for text: they stay as they are (`unread_weights`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from hybrid_rlhf.models.families.family import Family
 from hybrid_rlhf.models.families.layered import LAYERED_FAMILIES
 from hybrid_rlhf.models.families.recurrent import RECURRENT_FAMILIES
 from hybrid_rlhf.models.families.table import FAMILIES as ATTENTION_FAMILIES
-from hybrid_rlhf.models.structure import language_model_of
+from hybrid_rlhf.models.families.training import SAME_LANGUAGE_MODEL, TOWERS_INSIDE
+from hybrid_rlhf.models.structure import language_model_of, name_of, text_model_of
 
 FAMILIES: dict[str, Family] = {**ATTENTION_FAMILIES, **RECURRENT_FAMILIES, **LAYERED_FAMILIES}
 
 
 def family_of(lm: PreTrainedModel) -> Family | None:
     """The row of a causal LM, with module names as in the model; None without a row."""
-    family = FAMILIES.get(lm.config.get_text_config().model_type)
+    family = _row(lm.config)
     language = language_model_of(lm)
     if family is None or language is None:
         return family
@@ -35,22 +36,42 @@ def family_of(lm: PreTrainedModel) -> Family | None:
         )
         for role, modules in places.items()
     }
+    if (head := lm.get_output_embeddings()) is not None:  # Llama 4 has it beside the language model
+        renamed["head"] = name_of(lm, head)
     return replace(family, names=renamed)
+
+
+def _row(config: PreTrainedConfig) -> Family | None:
+    text = config.get_text_config().model_type
+    return FAMILIES.get(SAME_LANGUAGE_MODEL.get(text, text))
 
 
 def has_mixers(config: PreTrainedConfig) -> bool:
     """Return True if a model has modules that mix neighbouring sequences of a packed row (`mixer_role` of its
     family)."""
-    family = FAMILIES.get(config.get_text_config().model_type)
+    family = _row(config)
     return family is not None and family.mixer_role is not None
 
 
 def unread_weights(lm: PreTrainedModel, names: Iterable[str]) -> tuple[str, ...]:
-    """Names of the weights of the towers beside a causal LM's language model."""
+    """Those of some names that text never reads: of towers and projectors beside a language model, and of layers in it
+    that only attend to images.
+
+    Args:
+        lm: causal LM or classifier, with or without adapters.
+        names: names of weights or modules in the model.
+    """
     language = language_model_of(lm)
+    text = name_of(lm, text_model_of(lm))
+    layers = getattr(lm.config.get_text_config(), "cross_attention_layers", None) or ()
+    unread = [*TOWERS_INSIDE.get(lm.config.model_type, ()), *(f"{text}.layers.{layer}" for layer in layers)]
     if language is None:
-        return ()
-    owner = language[0].rpartition(".")[0]
-    return tuple(
-        name for name in names if owner and name.startswith(f"{owner}.") and not name.startswith(f"{language[0]}.")
-    )
+        return tuple(name for name in names if _within(name, unread)) if unread else ()
+    heads = [head for head in (lm.get_output_embeddings(), getattr(lm, "score", None)) if head is not None]
+    read = [text, *(name_of(lm, head) for head in heads)]
+    return tuple(name for name in names if _within(name, unread) or not _within(name, read))
+
+
+def _within(name: str, modules: Iterable[str]) -> bool:
+    """Return True for the name of a module of some, or of anything in one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)

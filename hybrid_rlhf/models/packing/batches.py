@@ -168,5 +168,5 @@ def like_lengths(lengths: Sequence[int], device: torch.device) -> list[int]:
 
 def _has_own_scores(lm: PreTrainedModel) -> bool:
     """Return True if attention transforms its scores more than a varlen kernel does: soft caps, sinks."""
-    capped = getattr(lm.config, "attn_logit_softcapping", None) is not None
+    capped = getattr(lm.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return capped or any(name.endswith(".sinks") for name, _ in lm.named_parameters())

@@ -5,6 +5,9 @@ reward model with several heads one label per head, named in id2label. With a Ze
 model in partitions and streams the weights into them: rank 0 maps the files and broadcasts one module at a time; the
 other ranks never open them. MXFP4 weights (gpt-oss) are dequantised to the run's dtype; under ZeRO-3 each rank then
 loads all weights before they are partitioned.
+
+A model for images or sound is loaded with its towers, although only text is read: AutoModelForCausalLM has classes of
+the language model alone for some types (Qwen3.5), and what is not loaded would be missing in what is saved.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -30,10 +35,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.models.families import keep_float32_logits
+from hybrid_rlhf.models.families import TOWER_FAMILIES, keep_float32_logits
 from hybrid_rlhf.models.fused_layers import BackendLinear, fuse_layers
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.pretrained.folders import load_config, reading, stored_shapes
+from hybrid_rlhf.models.pretrained.processors import keep_processor
 from hybrid_rlhf.models.pretrained.quantised import dequantisation, require_whole_mxfp4
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers
 from hybrid_rlhf.models.routers.modules import route_without_noise
@@ -63,6 +69,31 @@ def training_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "float16" and device.type == "cpu":
         raise UserError("model.dtype float16 needs a GPU, this is a CPU: set model.dtype to float32 or bfloat16")
     return DTYPES[config.dtype]
+
+
+def auto_class(config: PreTrainedConfig, architecture: Architecture) -> Any:
+    """The class of transformers that builds a model with all its parts.
+
+    Raises:
+        UserError: for a type with towers that no class for text has, or that is not known to keep them.
+    """
+    auto = AUTO_CLASS[architecture]
+    found = auto._model_mapping.get(type(config), None)
+    if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING or getattr(found, "config_class", None) is type(config):
+        return auto
+    kind = config.model_type
+    if architecture == "causal_lm" and kind in TOWER_FAMILIES:
+        return AutoModelForMultimodalLM
+    alone = "give its language model alone, saved as a model of text"
+    if architecture == "scorer":
+        raise UserError(
+            f"a reward model or critic with towers for images or sound needs a classifier of transformers, {kind} has "
+            f"none: {alone}"
+        )
+    raise UserError(
+        f"a model with towers for images or sound must be of a type that docs/models.md lists, got {kind}: {alone}, or "
+        "choose another"
+    )
 
 
 def load_model(
@@ -99,6 +130,7 @@ def load_model(
             _require_heads(path, hf_config, heads)
     elif is_scorer(hf_config):
         raise UserError(_NO_LM_HEAD.format(path))
+    build = auto_class(hf_config, architecture)
     adapt_config(hf_config, architecture, heads=heads)
     rule = f"transformers cannot load {path} as a {architecture}"
     faulty = partial(reading, rule, "copy the model again, or choose another", config=hf_config)
@@ -111,7 +143,7 @@ def load_model(
     partitioning = HfDeepSpeedConfig(zero3_config) if zero3_config is not None else None
     try:
         with quiet_transformers(), faulty():
-            model, info = AUTO_CLASS[architecture].from_pretrained(
+            model, info = build.from_pretrained(
                 path,
                 config=hf_config,
                 dtype=dtype,
@@ -127,6 +159,9 @@ def load_model(
     # else saving would use the names of MXFP4, or of an adapter beside the weights; None selects the family's names
     if dequantised or hasattr(model, "peft_config"):
         vars(model)["_weight_conversions"] = None
+    elif (conversions := vars(model).get("_weight_conversions")) is not None:
+        # those that renamed a weight; under ZeRO-3 transformers keeps all, and saving would use names of other files
+        vars(model)["_weight_conversions"] = [conversion for conversion in conversions if conversion.was_used()]
     missing = set(info["missing_keys"])
     _require_weights(path, model, architecture, missing)
     _require_all_layers(path, hf_config, info["unexpected_keys"])
@@ -135,6 +170,7 @@ def load_model(
         raise UserError(_NO_HEAD.format(path))
     adapt_model(model, config)
     keep_float32_logits(model, config.head_dtype == "float32")
+    keep_processor(model, path)
     return model, fresh
 
 
@@ -143,7 +179,7 @@ def _require_stored(folder: Path, architecture: Architecture, config: PreTrained
     allocate all weights that the files lack."""
     stored = sum(map(math.prod, stored_shapes(folder).values()))
     with torch.device("meta"):
-        model: PreTrainedModel = AUTO_CLASS[architecture].from_config(copy.deepcopy(config))
+        model: PreTrainedModel = auto_class(config, architecture).from_config(copy.deepcopy(config))
     wanted = model.num_parameters()
     if wanted > 4 * stored and not hasattr(
         config, "quantization_config"
@@ -191,7 +227,7 @@ def shape_model(
         dtype: dtype of the weights.
     """
     with quiet_transformers(), torch.device("meta"):
-        model: PreTrainedModel = AUTO_CLASS[architecture].from_config(
+        model: PreTrainedModel = auto_class(config, architecture).from_config(
             config,
             dtype=dtype,
             attn_implementation=None if section.attention == "auto" else section.attention,

@@ -1,6 +1,7 @@
-"""Writes Hugging Face folders one shard at a time: safetensors, config, tokenizer, model card.
+"""Writes Hugging Face folders one shard at a time: safetensors, config, tokenizer, processor, model card.
 
-Weights have the names and shapes of the family's files, which may differ from those in memory (experts are separate).
+Weights have the names and shapes of the files that were loaded, or else of the family's, which may differ from those in
+memory (experts are separate).
 
 Writes are atomic: all files are written to a temporary folder, flushed and renamed, config.json last, so a folder with
 a config.json is complete. A failed save leaves nothing.
@@ -11,16 +12,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, apply_converters, revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from hybrid_rlhf.models.lora import plain_name
 from hybrid_rlhf.models.pretrained.cards import CARD_FILE, may_write_card
+from hybrid_rlhf.models.pretrained.processors import write_processor
 from hybrid_rlhf.runtime.files.durable import flush
 from hybrid_rlhf.runtime.world import World
 
@@ -52,12 +57,18 @@ def save_model(
     beside = folder / ".model.partial"
     try:
         writer = _ShardWriter(beside, max_shard_bytes) if world.is_main else None
+        joined = _joined_names(lm)
+        held: dict[str, Tensor] = {}
         for name, tensor in tensors:
-            if writer is not None and tensor is not None:
-                for stored, value in revert_weight_conversion(lm, {name: tensor}).items():
-                    writer.add(
-                        stored, value if value is tensor else value.clone()
-                    )  # safetensors needs tensors with their own memory
+            if writer is None or tensor is None:
+                continue
+            held[name] = tensor
+            if held.keys() >= set(parts := joined.get(name, [name])):
+                for stored, value in revert_weight_conversion(lm, {part: held[part] for part in parts}).items():
+                    # safetensors needs tensors with their own memory
+                    writer.add(stored, value if value is tensor else value.clone())
+                for part in parts:
+                    del held[part]
         if writer is not None:
             writer.close()
             _save_rest(beside, lm, tokenizer)
@@ -71,6 +82,21 @@ def save_model(
     world.barrier()
 
 
+def _joined_names(lm: PreTrainedModel) -> dict[str, list[str]]:
+    """Names of the weights that are one tensor in the files (query, key and value), by each of them. `lm` may have
+    adapters; names are those without."""
+    conversions = getattr(lm, "_weight_conversions", None)
+    if conversions is None:  # as in revert_weight_conversion
+        conversions = get_model_conversion_mapping(lm, add_legacy=False)
+    converters = [one.reverse_transform() for one in conversions[::-1] if isinstance(one, WeightConverter)]
+    joined: dict[str, list[str]] = defaultdict(list)
+    for name in (plain_name(name) for name, _ in lm.named_parameters() if ".lora_" not in name):
+        stored, pattern = apply_converters(name, converters)
+        if pattern is not None:
+            joined[stored].append(name)
+    return {name: names for names in joined.values() if len(names) > 1 for name in names}
+
+
 def _save_rest(folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write everything except weights."""
     lm.config.architectures = [type(lm).__name__]
@@ -80,6 +106,7 @@ def _save_rest(folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizer
         # save_pretrained raises where loading only warned (temperature without do_sample) if the end tokens changed
         lm.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(folder)
+    write_processor(lm, folder)
 
 
 def _move(beside: Path, folder: Path) -> None:
