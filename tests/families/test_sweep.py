@@ -40,6 +40,21 @@ def test_a_type_trains_and_generates_as_its_module_computes(model_type: str) -> 
     assert report.lora == "yes"
 
 
+@pytest.mark.parametrize(
+    "model_type",
+    ["idefics3", "internvl", "llama4", "llava", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen2_audio"],
+)
+def test_a_type_with_towers_computes_text_and_is_saved_with_them(model_type: str) -> None:
+    """Towers at several places: Llama 4's are beside a causal LM with a head of its own."""
+    report = check_type(model_type)
+    assert (report.generation, report.training, report.lora, report.towers) == (
+        "inference weights",
+        "packed",
+        "yes",
+        "kept",
+    )
+
+
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_type_that_trains_wrongly_is_refused(model_type: str) -> None:
     report = check_type(model_type)

@@ -88,8 +88,9 @@ def test_an_encoder_is_no_reward_model(tmp_path: Path) -> None:
         load(tmp_path, "scorer")
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "mixtral", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("family", ["gpt_neox", "mixtral", "qwen3_moe", "llama", "hrm_text"])
 def test_saved_weights_have_the_names_of_their_family(family: str, tmp_path: Path) -> None:
+    """And their values: files of Mixtral have experts apart, those of HRM join query, key and value."""
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,

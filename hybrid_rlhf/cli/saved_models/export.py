@@ -155,7 +155,9 @@ def _save_folder(
     from hybrid_rlhf.runtime.world import solo_world
 
     world = solo_world(torch.device("cpu"))
-    lm.config.dtype = dtype
+    for part in (lm.config, *(getattr(lm.config, name) for name in lm.config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype
     with whole_folder(output) as beside:
         save_model(
             beside,

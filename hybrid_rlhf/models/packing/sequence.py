@@ -69,6 +69,8 @@ def require_tensor_parallelism(lm: PreTrainedModel, size: int) -> None:
     _require_common(lm, size, key="model.tensor_parallel")
     name = type(lm).__name__
     config = lm.config.get_text_config()
+    if config is not lm.config:  # AutoTP reads the plan of the whole config, which has none
+        raise UserError(f"model.tensor_parallel is for models of text alone, {name} has towers: set it to 1")
     plan = getattr(config, "base_model_tp_plan", None) or {}
     if not plan or not {*plan.values()} <= _SPLIT_STYLES:
         raise UserError(
