@@ -271,6 +271,24 @@ def trained_by_muon(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "use_muon", False)
 
 
+@contextlib.contextmanager
+def muon_on_cpu() -> Iterator[None]:
+    """Context in which Muon's Newton-Schulz iteration runs in float32, and is not compiled.
+
+    DeepSpeed runs it in float16 where the accelerator supports that. All GPUs do; a CPU's support, and with it the
+    result, would depend on the processor. Compilation takes a minute on a CPU, and a compiler.
+    """
+    from deepspeed.runtime.zero.muon import original_muon  # imports the tables of torch.compile
+
+    compute_dtype = original_muon.ns_compute_dtype
+    original_muon.ns_compute_dtype = lambda _: torch.float32
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        original_muon.ns_compute_dtype = compute_dtype
+
+
 def muon_momentum(engine: DeepSpeedEngine, parameter: nn.Parameter, place: OptimizerSlice) -> MomentumSlice:
     """Return Muon's momentum of a matrix, which is created if there is none yet.
 

@@ -25,6 +25,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     free_weights,
     full_shape,
     model_step,
+    muon_on_cpu,
     release_gradients,
     replace_model_step,
     searches_loss_scale,
@@ -95,11 +96,9 @@ class EngineOptions:
     tensor_ranks: SplitRanks | None = None
     """Groups of the engine's ranks under tensor parallelism."""
 
-    def compiled(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Context of an optimizer step. DeepSpeed's Muon is compiled on first use, but not on a CPU, where that takes a
-        minute and a compiler."""
-        is_eager = self.muon and device.type == "cpu"
-        return torch.compiler.set_stance("force_eager") if is_eager else contextlib.nullcontext()
+    def updating(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """Context of an optimizer step."""
+        return muon_on_cpu() if self.muon and device.type == "cpu" else contextlib.nullcontext()
 
 
 class ModelEngine:
@@ -245,7 +244,7 @@ class ModelEngine:
         lr = float(self._engine.get_lr()[0])
         allocate_gradients(self.deepspeed_engine)
         searches_scale = searches_loss_scale(self._engine)
-        with self._ranks(), self._options.compiled(self.world.device):
+        with self._ranks(), self._options.updating(self.world.device):
             self.deepspeed_engine.step()
         release_gradients(self._engine)
         # with Muon under ZeRO, DeepSpeed's norm is that of the updates

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -34,10 +35,15 @@ DECAY = 0.1
 EPS = 1e-5
 """Gradients of embeddings near 0 would otherwise be amplified with their rounding errors."""
 STEPS = 3
+ROUNDING = 16 * 2**-24
+"""Of a gradient, relative to its norm: sixteen units of float32 after some sums of tens of products."""
+BOUND = STEPS * LR * 0.2 * math.sqrt(48) * 3.4445**5 * ROUNDING
+"""Five Newton-Schulz steps multiply a small singular value, and the rounding in it, by 3.4445 each: 2e-5."""
 
 
 def trained(world: World, path: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights after three updates, on rank 0."""
+    """The weights after three updates, on rank 0, of a processor that multiplies float16."""
+    get_accelerator().is_fp16_supported = lambda: True  # some CPUs do, and Muon's result must not depend on it
     spec = actor_spec(path, optimizer="muon", lr=LR, **settings)
     assert spec.optimizer is not None
     engine = build_actor(replace(spec, optimizer=replace(spec.optimizer, weight_decay=DECAY, eps=EPS)), world)
@@ -109,7 +115,7 @@ def test_muon_is_that_of_the_papers_in_every_stage(
     before = AutoModelForCausalLM.from_pretrained(model_folder).state_dict()
     for name, weight in expected.items():
         assert (weight - before[name]).abs().max() > 1e-3, name
-        assert (weights[name] - weight).abs().max() < 1e-5, name
+        assert (weights[name] - weight).abs().max() < BOUND, name
 
 
 @pytest.mark.parametrize("stage", [0, 3])
