@@ -206,7 +206,7 @@ def peer_rows(
         global_batch_size=options.batch,
         world_rank=0,
         world_size=1,
-        micro_batches=config.train.micro_batches,
+        micro_batches=config.train.micro_batches(CPU.type),
         seed=config.seed,
     )
     batches = [[peer_row(row) for micro in batch for row in micro if row is not None] for batch in loader.iterate(1)]

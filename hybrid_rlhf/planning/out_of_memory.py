@@ -89,6 +89,7 @@ def _plan(phase: str, config: AnyStep, world: World, whole: float) -> str:
     gpu = world.device.type == "cuda"
     bytes_of_rank = whole - GPU_RESERVE_GIB * 2**30 if gpu else whole / world.local_size
     planner = Planner(Device(world.device, world.size, bytes_of_rank))
+    config = with_settings(config, {"train.micro_batch_tokens": config.train.tokens_on(world.device.type)})
     now = _planned(planner, config, phase)
     found = _smaller(planner, config, phase, now)
     words = " or ".join(

@@ -97,6 +97,7 @@ def micro_batch(
     rows: int,
     length: int,
     *,
+    device: str,
     sides: int = 1,
     head_tokens: int | None = None,
 ) -> BatchShape:
@@ -107,11 +108,12 @@ def micro_batch(
         model: number of ranks that compute the tokens of a row, or rows, together.
         rows: rows of an update on this rank.
         length: tokens of the longest row.
+        device: type of the device.
         sides: sequences per row; two where completions are compared.
         head_tokens: tokens per row whose log-prob is computed; none: all.
     """
     size = train.micro_batch_size
-    at_once = train.micro_batches(model).tokens // (length * sides) if size is None else size
+    at_once = train.micro_batches(device, model).tokens // (length * sides) if size is None else size
     sequences = max(1, min(at_once, rows * model.ranks_together)) * sides
     wanted = sequences * (length if head_tokens is None else head_tokens)
     return BatchShape(sequences, -(-length // model.sequence_parallel), -(-wanted // model.ranks_together))

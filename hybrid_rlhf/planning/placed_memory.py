@@ -218,7 +218,8 @@ class MemoryModel:
     def _micro_batch(self, rows: int) -> BatchShape:
         config = self._job.config
         new = config.rollout.sampling.max_new_tokens
-        return micro_batch(config.train, config.model, rows, longest_row(config.rollout), head_tokens=new)
+        length, device = longest_row(config.rollout), self._job.device.type
+        return micro_batch(config.train, config.model, rows, length, device=device, head_tokens=new)
 
 
 def _alike(roles: Mapping[str, RolePlacement]) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:

@@ -200,7 +200,7 @@ def plan_placement(
         listed: how many plans are listed beside the best of each style.
     """
 
-    def search_with(tokens: int, keep: int = 1) -> Search:
+    def search_with(tokens: int | None, keep: int = 1) -> Search:
         changed = with_micro_batches(job, tokens)
         return Search(Costs(changed, curves, machine.cluster), MemoryModel(changed, machine), keep=keep)
 
@@ -241,17 +241,17 @@ def with_micro_batches(job: RLJob, tokens: int | None) -> RLJob:
     return replace(job, config=with_settings(job.config, {"train.micro_batch_tokens": tokens}))
 
 
-def _micro_batches(job: RLJob) -> tuple[list[int], list[int]]:
-    """Values of train.micro_batch_tokens to look at: the configured one with smaller ones; and larger ones. A number of
-    rows is kept."""
+def _micro_batches(job: RLJob) -> tuple[list[int | None], list[int]]:
+    """Values of train.micro_batch_tokens to look at: the configured one (none) with smaller ones; and larger ones. A
+    number of rows is kept."""
     train = job.config.train
-    tokens = train.micro_batch_tokens
     if train.micro_batch_size is not None:
-        return [tokens], []
+        return [None], []
+    tokens = train.tokens_on(job.device.type)
     longest = longest_row(job.config.rollout)
     halves = [tokens // 2**power for power in range(1, _HALVINGS + 1)]
     doubles = [tokens * 2**power for power in range(1, _DOUBLINGS + 1)]
-    return [tokens, *(half for half in halves if half >= longest)], doubles
+    return [None, *(half for half in halves if half >= longest)], doubles
 
 
 def _on_one_line(plan: StepPlan) -> str:

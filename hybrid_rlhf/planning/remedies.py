@@ -314,7 +314,7 @@ def _changes(config: AnyStep, machine: Device) -> Iterator[_Change]:
     if not config.model.gradient_checkpointing:
         yield checkpointing
     if config.train.micro_batch_size is None:
-        smaller = _halves("train.micro_batch_tokens", config.train.micro_batch_tokens, least=512)
+        smaller = _halves("train.micro_batch_tokens", config.train.tokens_on(machine.device.type), least=512)
     else:
         smaller = _halves("train.micro_batch_size", config.train.micro_batch_size, least=1)
     yield _Change("train", smaller)

@@ -102,7 +102,8 @@ class Planner:
         trained = engine(config.model.path, learns=True)
         rows = -(-config.train.global_batch_size // machine.ranks)
         sides = 1 if isinstance(config, SFTConfig) else 2
-        batch = micro_batch(config.train, config.model, rows, config.data.max_length, sides=sides)
+        length, device = config.data.max_length, machine.device.type
+        batch = micro_batch(config.train, config.model, rows, length, device=device, sides=sides)
         name = {SFTConfig: "SFT", RewardConfig: "reward"}.get(type(config), "preference") + " training"
         base = trained.held
         distillation = MemoryUse()

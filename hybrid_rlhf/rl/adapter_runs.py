@@ -39,7 +39,7 @@ def run_together(configs: Mapping[str, RLConfig]) -> None:
         process = SharedProcess(SignalRequests(), RankAgreement(world, timeout_seconds=timeout_seconds))
         base = SharedBase(
             process.agreement,
-            micro_batch_tokens=max(config.train.micro_batch_tokens for config in configs.values()),
+            micro_batch_tokens=max(config.train.tokens_on(world.device.type) for config in configs.values()),
             deterministic=first.deterministic,
         )
         functions = {name: partial(_train, config, base, process, world) for name, config in configs.items()}

@@ -196,7 +196,7 @@ def rl_session(
             roles,
             algorithm,
             sampler,
-            micro_batches=config.train.micro_batches(config.model),
+            micro_batches=config.train.micro_batches(run.world.device.type, config.model),
             average=average,
             ptx_batches=ptx_batches,
             ptx_coef=config.ptx.coef if config.ptx else 0.0,
@@ -339,7 +339,7 @@ def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
             completions_per_prompt=config.learned_per_prompt,
             mini_batches=config.algorithm.mini_batches,
             ranks=len(placement[name].ranks),
-            micro_batches=config.train.micro_batches(config.model),
+            micro_batches=config.train.micro_batches(run.world.device.type, config.model),
         )
         for name in ("actor", "critic")
         if name in placement.roles

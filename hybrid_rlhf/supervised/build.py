@@ -197,7 +197,7 @@ def _plan(config: SupervisedConfig, run: Run) -> BatchPlan:
     plan = plan_batch(
         global_batch_size=config.train.global_batch_size,
         ranks=run.world.size,
-        micro_batches=config.train.micro_batches(config.model),
+        micro_batches=config.train.micro_batches(run.world.device.type, config.model),
     )
     log_plan(plan, run)
     return plan

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.training import MicroBatches
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.training import LoopConfig, MicroBatches
 from hybrid_rlhf.loop.batch_plan import plan_batch, plan_rollout
 from tests.support.errors import refused
 
@@ -33,6 +34,15 @@ def test_the_plan_says_what_a_micro_batch_is() -> None:
     assert plan.describe() == "batch plan: 64 rows per update over 2 ranks, micro-batches of up to 1000 tokens"
     plan = plan_batch(global_batch_size=4, ranks=1, micro_batches=MicroBatches(rows=1))
     assert plan.describe() == "batch plan: 4 rows per update over 1 rank, micro-batches of 1 row"
+
+
+def test_micro_batches_are_smaller_on_a_cpu_unless_they_are_set() -> None:
+    """8,192 tokens take gigabytes of a host and save no time there."""
+    assert LoopConfig().micro_batches("cpu") == MicroBatches(tokens=2048)
+    assert LoopConfig().micro_batches("cuda") == MicroBatches(tokens=8192)
+    given = LoopConfig(micro_batch_tokens=100)
+    for device in ("cpu", "cuda"):
+        assert given.micro_batches(device, ModelConfig(sequence_parallel=2)) == MicroBatches(tokens=200, ranks=2)
 
 
 def test_the_error_says_rule_value_and_fix() -> None:

@@ -37,6 +37,9 @@ TENANTS = {
 LENGTHS = {"narrow": [3, 90, 11], "wide": [40, 1], "mlp": [12, 12, 30, 7]}
 NAMES = [*TENANTS]
 STEPS = 4
+ROUNDED = 5e-6
+"""Adam divides a gradient by its size. Of the 1,300 weights of an adapter the smallest gradient is about 1/1,300 of the
+others: eight units of float32 in these are 6e-4 of it, and of the 8e-3 that four updates move a weight."""
 
 
 def engine_of(lm: PreTrainedModel, world: World | None = None, *, device: str = "cpu", **options: Any) -> AdapterEngine:
@@ -135,7 +138,7 @@ def test_each_adapter_learns_what_it_learns_alone_in_peft(tmp_path: Path) -> Non
     for name in TENANTS:
         wanted = train_in_peft(tiny_model(), tmp_path / name, name)
         assert difference(before[name], wanted) > 2e-4, "it learns"
-        assert difference(weights(engine, name, tmp_path), wanted) < 1e-6
+        assert difference(weights(engine, name, tmp_path), wanted) < ROUNDED
 
 
 def test_neighbours_change_nothing_and_not_a_bit_if_deterministic(tmp_path: Path) -> None:
@@ -143,15 +146,15 @@ def test_neighbours_change_nothing_and_not_a_bit_if_deterministic(tmp_path: Path
     apart = trained(tmp_path, deterministic=True)
     for name in TENANTS:
         alone = trained(tmp_path, [name], deterministic=True)
-        assert difference(together[name], alone[name]) < 1e-6
+        assert difference(together[name], alone[name]) < ROUNDED
         assert difference(apart[name], alone[name]) == 0.0
         adapters = [row.adapter for row in all_rows()]
         places = [place for place, adapter in enumerate(adapters) if adapter == name]
         for place, wanted in zip(places, alone["results"], strict=True):
             exact = apart["results"][place]
             assert torch.equal(exact.logprobs, wanted.logprobs) and exact.loss == wanted.loss
-            torch.testing.assert_close(together["results"][place].logprobs, wanted.logprobs, rtol=1e-6, atol=4e-6)
-            assert together["results"][place].loss == pytest.approx(wanted.loss, rel=1e-6)
+            torch.testing.assert_close(together["results"][place].logprobs, wanted.logprobs, rtol=1e-5, atol=1e-5)
+            assert together["results"][place].loss == pytest.approx(wanted.loss, rel=1e-5)
 
 
 def on_ranks(world: World, folder: Path) -> list[dict[str, Any]]:
@@ -165,7 +168,7 @@ def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
     (*both, alone), (*others, _) = run_ranks(on_ranks, 2, tmp_path / "both", tmp_path)
     for first, second in zip(both, others, strict=True):
         for name in NAMES:
-            assert difference(first[name], one[name]) < 1e-6
+            assert difference(first[name], one[name]) < ROUNDED
         for mine, theirs, wanted in zip(first["results"], second["results"], one["results"], strict=True):
             assert torch.equal(mine.logprobs, theirs.logprobs) and mine.loss == theirs.loss
             torch.testing.assert_close(mine.logprobs, wanted.logprobs, atol=1e-5, rtol=1e-5)
@@ -189,8 +192,7 @@ def test_families_with_other_layers_learn_as_in_peft(family: str, extra: dict[st
     for name in ("narrow", "mlp"):
         wanted = train_in_peft(build_model(family, **extra), tmp_path / name, name)
         engine.save(name, tmp_path / "now")
-        # of up to 8e-3 that a weight moves: Adam divides rounding by small gradients
-        assert difference(load_file(tmp_path / "now" / "adapter_model.safetensors"), wanted) < 4e-6
+        assert difference(load_file(tmp_path / "now" / "adapter_model.safetensors"), wanted) < ROUNDED
 
 
 def test_a_save_that_fails_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +232,7 @@ def test_a_diverged_neighbour_reaches_no_other_adapter(tmp_path: Path) -> None:
         assert skipped == {"narrow": 0.0, "wide": 1.0, "mlp": 0.0}
     assert engine.steps("wide") == 0
     for name in ("narrow", "mlp"):
-        assert difference(weights(engine, name, tmp_path), trained(tmp_path, [name])[name]) < 1e-6
+        assert difference(weights(engine, name, tmp_path), trained(tmp_path, [name])[name]) < ROUNDED
 
 
 @pytest.mark.parametrize("how", ["saved", "parked on disk", "parked on the host"])
@@ -322,7 +324,7 @@ def test_an_adapter_of_peft_can_be_trained_on(use_rslora: bool, tmp_path: Path) 
     engine.load("mlp", tmp_path / "theirs")
     train(engine, ["mlp"])
     wanted = train_in_peft(tiny_model(), tmp_path / "theirs", "mlp")
-    assert difference(weights(engine, "mlp", tmp_path), wanted) < 1e-6
+    assert difference(weights(engine, "mlp", tmp_path), wanted) < ROUNDED
 
 
 def test_rows_without_a_loss_leave_no_gradient(tmp_path: Path) -> None:
@@ -392,7 +394,7 @@ def test_an_exception_on_a_rank_is_one_on_all(tmp_path: Path) -> None:
     """The others would wait for its results."""
     (first, after), (second, _) = run_ranks(fails_on_a_rank, 2, tmp_path / "ranks", tmp_path)
     assert {first[:10], second[:10]} == {"ZeroDivisi", "RuntimeErr"}
-    assert difference(after, trained(tmp_path, ["mlp"])["mlp"]) < 1e-6
+    assert difference(after, trained(tmp_path, ["mlp"])["mlp"]) < ROUNDED
 
 
 def test_an_adapter_that_cannot_be_parked_stays(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_memory_that_is_used_up_in_mid_run_is_a_line(tmp_path: Path, line: list[
     assert code == 2 and "Traceback" not in said
     assert told.startswith("error: out of memory at step 2: 131072.0 GiB requested with ")
     assert "GiB of the host in use; the plan estimates " in told and " MiB for SFT training; set " in told
-    assert "train.micro_batch_tokens (now 8192) to " in told or "(now false) to true" in told
+    assert "train.micro_batch_tokens (now 2048) to " in told or "(now false) to true" in told
 
 
 GPU_WORDS = (

@@ -162,6 +162,10 @@ class CheckpointConfig(Settings):
         return (1 if how == "max" else -1), name
 
 
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Default of train.micro_batch_tokens by type of device (docs/defaults.md)."""
+
+
 @dataclass(frozen=True)
 class MicroBatches:
     """Size of the micro-batches on a rank."""
@@ -181,8 +185,9 @@ class LoopConfig(CheckpointConfig):
 
     micro_batch_size: Count | None = advanced(None, mutable=True)
     """Rows per micro-batch and rank; null: as many as micro_batch_tokens allows."""
-    micro_batch_tokens: Count = setting(8192, mutable=True)
-    """Tokens per micro-batch and rank; padding counts only for models that need it."""
+    micro_batch_tokens: Count | None = setting(None, mutable=True)
+    """Tokens per micro-batch and rank; padding counts only for models that need it. null: 2048 on a CPU, 8192 on a
+    GPU."""
     epochs: Count = 1
     """Passes over the data."""
     max_steps: Count | None = None
@@ -190,11 +195,15 @@ class LoopConfig(CheckpointConfig):
     eval_every: Natural = 0
     """Steps between evaluations on held-out rows; 0: only before the first and after the last step."""
 
-    def micro_batches(self, model: ModelConfig | None = None) -> MicroBatches:
-        """The size of the micro-batches, which several ranks of a model with sequence or tensor parallelism compute
-        together; without a model one rank."""
+    def tokens_on(self, device: str) -> int:
+        """Tokens of a micro-batch per rank on a type of device: cpu or cuda."""
+        return self.micro_batch_tokens or MICRO_BATCH_TOKENS[device]
+
+    def micro_batches(self, device: str, model: ModelConfig | None = None) -> MicroBatches:
+        """The size of the micro-batches on a type of device, which several ranks of a model with sequence or tensor
+        parallelism compute together; without a model one rank."""
         model = model or ModelConfig()
-        tokens = self.micro_batch_tokens * model.sequence_parallel
+        tokens = self.tokens_on(device) * model.sequence_parallel
         return MicroBatches(self.micro_batch_size, tokens, ranks=model.ranks_together)
 
 

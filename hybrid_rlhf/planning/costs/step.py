@@ -109,7 +109,7 @@ class Costs:
         lengths = self.job.lengths
         train = self.job.config.train
         mine = math.ceil(rows / parts)
-        at_once = train.micro_batch_size or max(1, int(train.micro_batch_tokens // lengths.mean_row))
+        at_once = train.micro_batch_size or max(1, int(train.tokens_on(self.job.device.type) // lengths.mean_row))
         count = math.ceil(mine / at_once)
         each = mine / count
         new_tokens = lengths.mean_row - lengths.prompt_tokens

@@ -78,7 +78,9 @@ def rescore(recorded: RecordedStep, index: int, completion: str, scratch: Path) 
         reward = build_reward_alone(config, run, place_roles(config, run, path), tokenizer)
         ids = _completion_ids(prompt, completion, tokenizer)
         planner = MiniBatchPlanner(
-            replace(config.train.micro_batches(), padded=not reward.packs), seed=config.seed, world=run.world
+            replace(config.train.micro_batches(run.world.device.type), padded=not reward.packs),
+            seed=config.seed,
+            world=run.world,
         )
         rollout = completed(prompt["input_ids"], [ids], [True])
         return score_completions(reward, rollout, prompt, tokenizer=tokenizer, planner=planner)[0]
