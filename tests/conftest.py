@@ -18,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HYBRID_RLHF_PRODUCTS", "onednn")  # the same bits in every test, whatever a measurement says
 
+import hypothesis
 import pytest
 import torch
 
@@ -35,6 +36,9 @@ from tests.support.steps import MODULES, step_line, write_lines, write_rows
 from tests.support.tiny import save_tiny, tiny_model, tiny_scorer, tiny_tokenizer
 
 torch.set_num_threads(1)
+# How long an example takes depends on the machine and what else it runs, not on what is tested.
+hypothesis.settings.register_profile("tests", parent=hypothesis.settings.default, deadline=None)
+hypothesis.settings.load_profile("tests")
 LONGEST = ("vllm", "tinker", "evals", "end_to_end")
 """Folders whose files take a minute or more: they start other servers, or whole runs."""
 
