@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 # Else each worker and each rank that a test starts compiles the library again; images often set it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test slow families wheel-demo faults hosts lint house audit docs bench gpu venv clean
+.PHONY: demo test lowest-cpu slow families wheel-demo faults hosts lint house audit docs bench gpu venv clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python train.py $(ARGS)
@@ -16,6 +16,18 @@ demo: $(VENV)/.demo
 # Without GPUs, which tests of several ranks would need one of each; `make gpu` runs those that are marked gpu.
 test: $(VENV)/.test
 	CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Numeric tests as the oldest processor computes them, without AVX: a bound must follow from the arithmetic, not from the
+# order in which one processor adds.
+NUMERIC := tests/functional $(addprefix tests/models/test_,policy.py packing.py mixers.py replay.py routers.py) \
+	$(addprefix tests/engines/test_,adapters.py muon.py) $(addprefix tests/generation/test_,families.py recurrent.py) \
+	tests/distributed/test_gradients.py $(addprefix tests/rl/test_,details.py on_policy.py ppo.py) \
+	tests/supervised/test_preference.py
+lowest-cpu: export ATEN_CPU_CAPABILITY := default
+lowest-cpu: export ONEDNN_MAX_CPU_ISA := SSE41
+lowest-cpu: export MKL_CBWR := COMPATIBLE
+lowest-cpu: override ARGS := $(NUMERIC) $(ARGS)
+lowest-cpu: test
 
 # Whole runs from a browser or a terminal, kernels compiled for a GPU, and environments of verifiers.
 slow: override ARGS := -m "slow and not gpu and not faults and not wheel" $(ARGS)
