@@ -106,8 +106,8 @@ class ZeroConfig(Settings):
     """ZeRO sharding over the ranks (Rajbhandari et al. 2019, arXiv 1910.02054) and offloading to the host."""
 
     stage: Literal[0, 1, 2, 3] = 0
-    """Sharded over the ranks: 0 nothing (in bfloat16 and float16 as 1), 1 optimizer states, 2 also gradients, reduced in
-    every micro-batch, 3 also parameters."""
+    """Sharded over the ranks: 0 nothing (in bfloat16 and float16 as 1), 1 optimizer states, 2 also gradients, which are
+    reduced in every micro-batch, 3 also parameters."""
     offload_optimizer: bool = False
     """Keep optimizer states and master weights in host memory (stage 1 or more)."""
     offload_parameters: bool = False
