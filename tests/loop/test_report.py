@@ -203,7 +203,7 @@ def test_a_run_without_a_plan_has_a_report(run: Run, monkeypatch: pytest.MonkeyP
 def test_ranks_of_different_roles_have_plans_of_their_own(run: Run, model_folder: Path) -> None:
     """Next to the peak of the rank that takes most; a run that ends before its roles are placed has no plan."""
     judge = f"[{{model: {model_folder}, name: judge}}]"
-    line = f"--model.path {model_folder} --placement separation --reward.components"
+    line = f"--model.path {model_folder} --train.micro_batch_tokens 8192 --placement separation --reward.components"
     config = parse_config(RLConfig, [*line.split(), judge])
     assert memory_by_phase(replace(run, config=config)) == []
     sampler = {name: RolePlacement(ranks) for name, ranks in {"sampler": (1, 2), "judge": (1, 2)}.items()}

@@ -664,11 +664,7 @@ def test_python_is_a_tool_in_the_sandbox() -> None:
     for program, observation, reward in (
         ("print(12 * 7)", "84", 0.1),
         ("pass", "[no output]", 0.1),
-        (
-            "print('a')\nprint(1 / 0)",
-            "a\n[output truncated]\n[exit status 1: ZeroDivisionError: division by zero]",
-            0.0,
-        ),
+        ("print('a')\nprint(1 / 0)", "a\n[exit status 1: ZeroDivisionError: division by zero]", 0.0),
         ("while True: pass", "[it took longer than its time limit]", 0.0),
         ("print('x' * 99)", "x" * 50 + "\n[output truncated]", 0.1),
         ("import os; print(os.environ.get('SECRET'))", "None", 0.1),
