@@ -24,6 +24,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     engine_ranks,
     free_weights,
     full_shape,
+    has_whole_gradients,
     model_step,
     muon_on_cpu,
     release_gradients,
@@ -247,8 +248,9 @@ class ModelEngine:
         with self._ranks(), self._options.updating(self.world.device):
             self.deepspeed_engine.step()
         release_gradients(self._engine)
-        # with Muon under ZeRO, DeepSpeed's norm is that of the updates
-        reports = not self._options.muon or self._engine.zero_optimization_stage() == 0
+        # with Muon under ZeRO, DeepSpeed's norm is that of the updates, except of whole gradients
+        is_of_gradients = self._engine.zero_optimization_stage() == 0 or has_whole_gradients(self._engine)
+        reports = not self._options.muon or is_of_gradients
         norm = self._engine.get_global_grad_norm() if reports else None
         return UpdateStats(
             lr=lr,

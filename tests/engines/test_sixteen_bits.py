@@ -176,7 +176,9 @@ def test_losses_norms_and_updates_are_those_of_float32_in_every_layout(
     for case, found in zip(cases, results[0], strict=True):
         same, wide = (alone(name)[plain(case)] for name in (dtype, "float32"))
         assert max(apart(found["losses"], wide["losses"])) < 0.01, case
-        if found["norms"][0] is not None:
+        reports = "optimizer" not in case or (dtype == "bfloat16" and case["stage"] < 2)
+        assert (found["norms"][0] is not None) == reports, case
+        if reports:
             norms = apart(found["norms"][:3], same["norms"][:3])
             assert sum(norms) / 3 < 0.003, (case, norms)
         if case in STAGES:
