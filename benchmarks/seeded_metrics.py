@@ -67,7 +67,7 @@ def runs(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     common = {
         "seed": 3,
         "logging": {"sinks": []},
-        "train": {"max_steps": 3, "eval_every": 2},
+        "train": {"max_steps": 3, "eval_every": 2, "micro_batch_tokens": 8192},
         "data": {"sources": [str(folder / "rows.jsonl")], "cache_dir": str(folder / "cache")},
     }
     supervised = merged(
