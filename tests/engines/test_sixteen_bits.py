@@ -82,17 +82,17 @@ def masters(engine: HybridEngine) -> list[Tensor]:
 def update(engine: HybridEngine, world: World) -> tuple[float, float | None, float]:
     """One update on four rows, shared over the ranks, in micro-batches of one; the loss of all, the norm, and the mean
     change of this rank's weights."""
-    ids = token_rows()[world.rank :: world.size]
+    ids = token_rows()[world.rank :: world.size].to(world.device)
     mask = torch.ones_like(ids[:1], dtype=torch.bool)
     before = masters(engine)
-    total = torch.zeros(())
+    total = torch.zeros((), device=world.device)
     for row in ids:
         loss = sft_loss(engine(row[None], mask, mask)[0], mask=mask)
         engine.backward(loss.total, count=36)
         total += loss.total.detach()
     norm = engine.step().grad_norm
     changes = torch.cat([(now - then).abs().flatten() for now, then in zip(masters(engine), before, strict=True)])
-    size, elements = world.all_reduce(torch.stack([changes.sum(), torch.tensor(float(len(changes)))]))
+    size, elements = world.all_reduce(torch.stack([changes.sum(), changes.new_tensor(len(changes))]))
     return float(world.all_reduce(total)) / 36, norm, float(size / elements)
 
 

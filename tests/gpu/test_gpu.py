@@ -18,12 +18,13 @@ from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.generation.weights.probe import probe_logprobs
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import World, solo_world
+from tests.engines.test_sixteen_bits import trained
 from tests.support.engines import actor_spec, train_generate_save, train_step
 from tests.support.families import VARIANTS, variant
 from tests.support.generation import SHORT_GREEDY, SHORT_PROMPTS, SHORT_SAMPLED
 from tests.support.ranks import run_ranks
 from tests.support.routes import module_routes
-from tests.support.tiny import tiny_model
+from tests.support.tiny import save_tiny, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -35,6 +36,17 @@ def test_an_engine_lives_on_a_gpu(dtype: str, stage: int, model_folder: Path, tm
     (result,) = run_ranks(train_generate_save, 1, tmp_path / "r", model_folder, tmp_path / "m", settings)
     assert result["losses"][2] < result["losses"][0]
     assert result["same"] and result["released"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_train_as_float32_on_a_gpu(dtype: str, tmp_path: Path) -> None:
+    """15 updates in each ZeRO stage; float16 does not train on a CPU without a patch of DeepSpeed."""
+    save_tiny(tmp_path / "dense", tiny_model())
+    cases = [{"dtype": "float32"}, *({"dtype": dtype, "stage": stage} for stage in range(4))]
+    ((wide, *found),) = run_ranks(trained, 1, tmp_path / "r", tmp_path, cases)
+    for stage, of_stage in enumerate(found):
+        assert of_stage["losses"] == pytest.approx(wide["losses"], rel=0.01), stage
+        assert of_stage["sizes"][:5] == pytest.approx(wide["sizes"][:5], rel=0.01), stage
 
 
 def test_greedy_tokens_are_those_of_hugging_face_on_a_gpu() -> None:
