@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import nearest_hint, require_template_variables
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
-from hybrid_rlhf.serving.web import StrictBody
+from hybrid_rlhf.serving.web import StrictBody, require_few_values
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
@@ -30,15 +30,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Keys of other servers, with the values that this server accepts."""
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
-_SUBJECT = re.compile("^(Input|List|String) should ")
+_SUBJECT = re.compile("^(Input|List|String|Dictionary) should ")
 """Beginning of pydantic's messages."""
 _IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("reasoning_effort", "verbosity"),
 )
 """Keys without an effect on an answer of this server."""
-_MOST_VALUES = 2**20
-"""Largest number of values in a body: parsing more blocks the interpreter for too long, on any thread."""
 _MOST_SAMPLES = 128
 """Limit of OpenAI on `n`."""
 _MOST_PROMPTS = 4096
@@ -46,7 +44,7 @@ _MOST_MESSAGES = 8192
 _MOST_TOOLS = 1024
 _MOST_STOPS = 64
 _MOST_STOP_CHARACTERS = 1000
-_MOST_STOP_TOKENS = 128
+MOST_STOP_TOKENS = 128
 _MOST_BIASES = 1024
 _MOST_VARIABLES = 64
 MOST_INTEGER = 2**31 - 1
@@ -70,9 +68,18 @@ def _named_function(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
+def _few_biases(biases: Any) -> Any:
+    """Refuse too many before pydantic makes an error of each one."""
+    if isinstance(biases, dict) and len(biases) > _MOST_BIASES:
+        raise PydanticCustomError("too_long", "have at most {most} items", {"most": _MOST_BIASES})
+    return biases
+
+
 _Tool = Annotated[dict[str, Any], AfterValidator(_named_function)]
 _Texts = Annotated[list[str], Field(fail_fast=True, max_length=_MOST_PROMPTS)]
 _StopText = Annotated[str, Field(max_length=_MOST_STOP_CHARACTERS)]
+StopTexts = _StopText | Annotated[list[_StopText], Field(fail_fast=True, max_length=_MOST_STOPS)]
+"""One stop string, or several."""
 _CODES = {
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",
@@ -127,14 +134,14 @@ class GenerationBody(StrictBody):
     repetition_penalty: float | None = Field(None, ge=1 / _MOST_PENALTY, le=_MOST_PENALTY)
     presence_penalty: float | None = Field(None, ge=-_MOST_ADDED_PENALTY, le=_MOST_ADDED_PENALTY)
     frequency_penalty: float | None = Field(None, ge=-_MOST_ADDED_PENALTY, le=_MOST_ADDED_PENALTY)
-    logit_bias: Annotated[dict[str, _Bias], Field(max_length=_MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, _Bias], BeforeValidator(_few_biases)] | None = None
     """Biases by token id, which JSON writes as text."""
     response_format: dict[str, Any] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     min_tokens: int | None = Field(None, le=MOST_INTEGER)
-    stop: _StopText | Annotated[list[_StopText], Field(fail_fast=True, max_length=_MOST_STOPS)] | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=_MOST_STOP_TOKENS)] | None = None
+    stop: StopTexts | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MOST_STOP_TOKENS)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -480,12 +487,7 @@ def read_body(kind: type[BodyT], content: bytes) -> BodyT:
     Raises:
         UserError: with the rule, the value and the fix.
     """
-    most = sum(map(content.count, (b",", b"[", b"{")))  # an upper bound, as text has these characters too
-    if most > _MOST_VALUES:
-        raise UserError(
-            f"a body must have at most {_MOST_VALUES} values, counted by commas and opening brackets, got {most}: "
-            "send several requests"
-        )
+    require_few_values(content)
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -27,6 +27,8 @@ from hybrid_rlhf.configs.errors import UserError
 
 CLIENT_CLOSED = 499
 """Status to count for a client that has disconnected, which receives no status."""
+_MOST_VALUES = 2**20
+"""Largest number of values in a body: parsing more blocks the interpreter for too long, on any thread."""
 _HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::\d{1,5})?")
 
 
@@ -94,6 +96,16 @@ def require_size(size: int, most: int) -> None:
     """Raise HTTPException for a body that is too large."""
     if size > most:
         raise HTTPException(413, f"a body has at most {most} bytes: shorten it")
+
+
+def require_few_values(content: bytes) -> None:
+    """Raise UserError for JSON with more values than the interpreter may be blocked for, before it is parsed."""
+    most = sum(map(content.count, (b",", b"[", b"{")))  # an upper bound, as text has these characters too
+    if most > _MOST_VALUES:
+        raise UserError(
+            f"a body must have at most {_MOST_VALUES} values, counted by commas and opening brackets, got {most}: "
+            "send several requests"
+        )
 
 
 class KnownKeys(BaseModel):

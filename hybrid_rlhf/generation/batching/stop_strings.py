@@ -34,7 +34,6 @@ class StopStrings:
         """Args: at least one stop string, and a function from token ids to text."""
         self._stops = stops
         self._decode = decode
-        self._ends = tuple({stop[start:] for stop in stops for start in range(len(stop))})
         self._longest = max(map(len, stops))
         self._tail = _CHARACTER_TOKENS * (1 + self._longest)  # the tail may start within a character
         self._joined = [] if any(stop.endswith(" ") for stop in stops) else [stop.replace(" ", "") for stop in stops]
@@ -84,8 +83,13 @@ class StopStrings:
             self._texts[token] = joined
         completes = _PART in twice or not twice.startswith(first)
         for text in (first, " " + first, twice[len(first) :]):
-            completes |= text.startswith(self._ends) or any(stop in text for stop in self._stops)
+            completes |= any(_may_end(stop, text) for stop in self._stops)
         return completes * _COMPLETES | ("'" in twice) * _CHANGES
+
+
+def _may_end(stop: str, text: str) -> bool:
+    """True if a text contains a stop string, or begins with the end of one."""
+    return stop in text or any(stop.endswith(text[:length]) for length in range(1, min(len(text), len(stop)) + 1))
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from reprlib import Repr
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.bodies import MOST_STOP_TOKENS, StopTexts
 from hybrid_rlhf.serving.training.store import JsonObject, Kind
 
 _Id = Annotated[str, Field(min_length=1, max_length=200)]
@@ -17,6 +21,24 @@ _Number = Annotated[float, Field(ge=0, strict=False)]
 _Coefficient = Annotated[float, Field(ge=0, lt=1, strict=False)]
 _Seconds = Annotated[int, Field(ge=1, le=2**31)]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
+_MOST_METADATA = 2**14
+"""Characters of the metadata of a session, a model or a checkpoint, in JSON: they stay in memory and in lists."""
+
+
+def _small(metadata: Any) -> Any:
+    try:
+        size = len(json.dumps(metadata))
+    except RecursionError:
+        size = _MOST_METADATA + 1
+    if size > _MOST_METADATA:
+        raise PydanticCustomError("too_long", "it has at most {most} characters in JSON", {"most": _MOST_METADATA})
+    return metadata
+
+
+_Metadata = Annotated[JsonObject, BeforeValidator(_small)]
+_MOST_CHUNKS = 4096
+_shown = Repr()
+_shown.maxstring = _shown.maxother = 100
 
 
 class _Body(BaseModel):
@@ -33,7 +55,7 @@ class EmptyBody(_Body):
 class SessionBody(_Body):
     """create_session."""
 
-    user_metadata: JsonObject | None = None
+    user_metadata: _Metadata | None = None
 
 
 class SessionId(_Body):
@@ -65,7 +87,7 @@ class CreateModelBody(_Body):
     base_model: _Path
     lora_config: LoraBody = LoraBody()
     optimizer_config: OptimizerBody = OptimizerBody()
-    user_metadata: JsonObject | None = None
+    user_metadata: _Metadata | None = None
 
 
 class ModelId(_Body):
@@ -105,7 +127,7 @@ class CheckpointBody(CommandBody):
     kind: ClassVar[Kind]
     path: _Path | None = None
     ttl_seconds: _Seconds | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Annotated[dict[str, str], BeforeValidator(_small)] | None = None
 
 
 class SaveBody(CheckpointBody):
@@ -142,7 +164,7 @@ class LoadBody(_Body):
     seq_id: _Command | None = None
     session_id: _Id | None = None
     model_seq_id: _Seq | None = None
-    user_metadata: JsonObject | None = None
+    user_metadata: _Metadata | None = None
 
 
 class SamplerBody(_Body):
@@ -163,13 +185,13 @@ class SamplerId(_Body):
 class TextChunk(_Body):
     """Tokens of a prompt."""
 
-    tokens: list[_Token]
+    tokens: Annotated[list[_Token], Field(fail_fast=True)]
 
 
 class PromptBody(_Body):
     """A prompt."""
 
-    chunks: list[TextChunk]
+    chunks: Annotated[list[TextChunk], Field(fail_fast=True, max_length=_MOST_CHUNKS)]
 
     @property
     def tokens(self) -> list[int]:
@@ -182,7 +204,7 @@ class SamplingBody(_Body):
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: str | list[str] | list[_Token] | None = None
+    stop: StopTexts | Annotated[list[_Token], Field(fail_fast=True, max_length=MOST_STOP_TOKENS)] | None = None
     temperature: _Number = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     top_p: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
@@ -233,9 +255,12 @@ def read_body(content: Any, kind: type[BodyT]) -> BodyT:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        errors = error.errors(include_url=False, include_context=False)
+        place = errors[0]["loc"][:2]  # of a union, rather the rule that its value breaks than a type that it has not
+        broken = [entry for entry in errors if entry["loc"][:2] == place and not entry["type"].endswith("_type")]
+        first = (broken or errors)[0]
         key = ".".join(map(str, first["loc"])) or "the body"
-        got = str(first["input"])[:100]
+        got = _shown.repr(first["input"])
         raise UserError(
             f"{key} must be as Tinker's API has it ({first['msg'][:200]}), got {got}: correct it"
         ) from error

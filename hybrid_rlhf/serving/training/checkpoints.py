@@ -11,6 +11,7 @@ import time
 import zipfile
 import zlib
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -20,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.serving.training.bodies import PathBody, TtlBody
-from hybrid_rlhf.serving.training.requests import Sender, body_of, page, whole_body
+from hybrid_rlhf.serving.training.requests import Sender, body_of, page, read
 from hybrid_rlhf.serving.training.service import TrainingService
 from hybrid_rlhf.serving.training.store import KINDS, META_FILE, Checkpoint, JsonObject, Run, UnknownObject
 from hybrid_rlhf.serving.training.tenants import Tenant
@@ -35,6 +36,9 @@ _ZIP_ERRORS = (
     *(NotImplementedError, RuntimeError, OSError, EOFError, ValueError),
 )
 """What reading an archive raises whose bytes are not in order."""
+_ZIP_MEMBER = b"PK\x01\x02"
+"""Begin of a member's entry in the directory of an archive."""
+_MOST_MEMBERS = 1024
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -121,7 +125,7 @@ def add_files(router: APIRouter, service: TrainingService) -> None:
 
     @router.post("/import_adapter/{name}")
     async def import_adapter(request: Request, tenant: Sender, name: str) -> JsonObject:
-        files = _unzipped(await whole_body(request), most=request.state.max_body_bytes)
+        files = await read(request, partial(_unzipped, most=request.state.max_body_bytes))
         return {"path": await service.worker.on_engine(service.states.import_adapter, tenant, name, files)}
 
 
@@ -131,6 +135,9 @@ def _unzipped(content: bytes, *, most: int) -> dict[str, bytes]:
     Raises:
         UserError: for another body.
     """
+    members_at_most = content.count(_ZIP_MEMBER)
+    if members_at_most > _MOST_MEMBERS:
+        raise UserError(f"an archive has at most {_MOST_MEMBERS} members, got {members_at_most}: zip the folder alone")
     try:
         archive = zipfile.ZipFile(io.BytesIO(content))
         members = {Path(member.filename).name: member for member in archive.infolist() if not member.is_dir()}

@@ -7,6 +7,7 @@ which are the same on the wire.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,11 @@ TopLogprobs: token_ids=1 bytes; logprobs=2 bytes; k=3 uint32; length=4 uint32
 """
 _FLOAT32 = 1
 _DTYPES: dict[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+_WIRE_BYTES = {1: 8, 5: 4}
+"""Bytes of a value by its type on the wire."""
+_MOST_FIELDS = 2**18
+_MOST_DATA = 4096
+"""Largest number of sequences of a command; the client sends 1024."""
 _STOP_REASONS = {"stop": 0, "length": 1}
 
 
@@ -107,10 +113,13 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         UserError: for other bytes, or without the name of a model.
     """
     message = MESSAGES["ForwardBackwardRequest"]()
+    _require_few_fields(body, message.DESCRIPTOR)
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise UserError("the body must be a ForwardBackwardRequest in protobuf, got other bytes: send one") from error
+    if len(message.data) > _MOST_DATA:
+        raise UserError(f"data must have at most {_MOST_DATA} datums, got {len(message.data)}: send several commands")
     if not message.model_id:
         raise UserError("model_id must name a model, got none: create one and send its id")
     config: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
@@ -119,6 +128,52 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     return ForwardBackward(
         message.model_id, message.seq_id or None, message.data, message.loss_fn, config, message.forward_only
     )
+
+
+def _require_few_fields(body: bytes, kind: Any) -> None:
+    """Raise UserError for a message with more fields than may be read, before they become objects.
+
+    Args:
+        body: the bytes, in order or not.
+        kind: descriptor of the message.
+    """
+    count = 0
+    parts = [(0, len(body), kind)]
+    while parts:
+        place, end, kind = parts.pop()
+        while place < end:
+            tag, place = _varint(body, place)
+            wire = tag & 7
+            count += 1
+            if wire == 2:
+                length, place = _varint(body, place)
+                field = kind.fields_by_number.get(tag >> 3)
+                if field is not None and field.message_type is not None:
+                    parts.append((place, min(end, place + length), field.message_type))
+                elif field is not None and field.cpp_type not in (field.CPPTYPE_STRING, field.CPPTYPE_ENUM):
+                    count += length  # numbers, packed
+                place += length
+            elif wire == 0:
+                _, place = _varint(body, place)
+            else:
+                place += _WIRE_BYTES.get(wire, 0)
+            if count > _MOST_FIELDS:
+                raise UserError(
+                    f"a command has at most {_MOST_FIELDS} fields, which the parts of its datums are, got more: send "
+                    "several commands"
+                )
+
+
+def _varint(body: bytes, place: int) -> tuple[int, int]:
+    """The number at a place, and the place after it; at the end of the bytes the number ends too."""
+    value = shift = 0
+    for byte in body[place : place + 10]:
+        place += 1
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            break
+    return value, place
 
 
 def read_datum(message: Any, index: int) -> Datum:
@@ -137,7 +192,7 @@ def read_datum(message: Any, index: int) -> Datum:
             raise UserError(f"model_input must be text, datum {index} has another chunk: leave images and audio out")
         chunks.append(_numbers(chunk.encoded_text.tokens, _DTYPES[3], f"model_input of datum {index}"))
     tokens = np.concatenate(chunks).astype(np.int64) if chunks else np.zeros(0, np.int64)
-    inputs = {entry.key: _array(entry.value, f"{entry.key} of datum {index}") for entry in message.loss_fn_inputs}
+    inputs = {entry.key: _array(entry.value, f"{entry.key[:100]} of datum {index}") for entry in message.loss_fn_inputs}
     return Datum(tokens, inputs)
 
 
@@ -145,12 +200,14 @@ def _array(tensor: Any, what: str) -> np.ndarray:
     if tensor.dtype not in _DTYPES:
         raise UserError(f"{what} must be float32, int64 or int32, got dtype {tensor.dtype}: convert it")
     dtype = _DTYPES[tensor.dtype]
+    if len(tensor.shape) > 2:
+        raise UserError(f"{what} must have one or two dimensions, got {len(tensor.shape)}: send a vector")
     shape = list(tensor.shape)
     if tensor.HasField("sparse_csr"):
         values = _dense(tensor.sparse_csr, dtype, shape, what)
     else:
         values = _numbers(tensor.dense, dtype, what)
-    if shape and (min(shape) < 0 or int(np.prod(shape, dtype=object)) != values.size):
+    if shape and (min(shape) < 0 or math.prod(shape) != values.size):
         raise UserError(f"{what} must have the shape {shape}, got {values.size} values: send as many")
     return values.reshape(shape) if shape else values
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import pyarrow
@@ -12,9 +14,10 @@ from hybrid_rlhf.runtime.files.reading import NotJSON, parse_json
 from hybrid_rlhf.serving.training.bodies import BodyT, read_body
 from hybrid_rlhf.serving.training.store import JsonObject
 from hybrid_rlhf.serving.training.tenants import Tenant
-from hybrid_rlhf.serving.web import require_size
+from hybrid_rlhf.serving.web import require_few_values, require_size
 
 ItemT = TypeVar("ItemT")
+ReadT = TypeVar("ReadT")
 
 
 def _sender(request: Request) -> Tenant:
@@ -26,17 +29,25 @@ Sender = Annotated[Tenant, Depends(_sender)]
 """The key that sent a request, which was admitted."""
 
 
-async def whole_body(request: Request) -> bytes:
-    """The body, decompressed.
+async def read(request: Request, reader: Callable[[bytes], ReadT]) -> ReadT:
+    """What `reader` makes of the body, decompressed. It is called on another thread than the event loop's.
 
     Raises:
-        UserError: when it is not compressed as its header says.
+        UserError: when it is not compressed as its header says, or by the reader.
         HTTPException: when it is too large.
     """
     content = await request.body()
     encoding = request.headers.get("content-encoding", "identity")
+    most = request.state.max_body_bytes
+
+    def work() -> ReadT:
+        return reader(_decompressed(content, encoding, most))
+
+    return await asyncio.to_thread(work)
+
+
+def _decompressed(content: bytes, encoding: str, most: int) -> bytes:
     if encoding == "zstd":
-        most = request.state.max_body_bytes
         try:
             content = pyarrow.input_stream(pyarrow.py_buffer(content), compression="zstd").read(most + 1)
         except OSError as error:
@@ -47,27 +58,25 @@ async def whole_body(request: Request) -> bytes:
     return content
 
 
-async def json_body(request: Request) -> tuple[JsonObject, bytes]:
-    """The JSON object of a body, and its bytes; an empty body is an empty object.
+def json_object(content: bytes) -> JsonObject:
+    """The JSON object of a body; an empty body is an empty object.
 
     Raises:
         UserError: for another body.
-        HTTPException: when it is too large.
     """
-    content = await whole_body(request)
+    require_few_values(content)
     try:
         value = parse_json(content.decode() or "{}")
     except (NotJSON, UnicodeDecodeError) as error:
         raise UserError(f"the body must be JSON in UTF-8, it is not ({error}): correct it") from error
     if not isinstance(value, dict):
         raise UserError("the body must be a JSON object, got another value: send one")
-    return value, content
+    return value
 
 
 async def body_of(request: Request, kind: type[BodyT]) -> BodyT:
-    """A body of a kind; raises as `json_body`."""
-    value, _ = await json_body(request)
-    return read_body(value, kind)
+    """A body of a kind; raises as `read` and `json_object`."""
+    return await read(request, lambda content: read_body(json_object(content), kind))
 
 
 def page(request: Request, items: list[ItemT]) -> tuple[list[ItemT], dict[str, int]]:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -31,8 +32,7 @@ from hybrid_rlhf.serving.training.bodies import (
     SessionId,
     read_body,
 )
-from hybrid_rlhf.serving.training.messages import read_forward_backward
-from hybrid_rlhf.serving.training.requests import Sender, body_of, json_body, page, whole_body
+from hybrid_rlhf.serving.training.requests import Sender, body_of, json_object, page, read
 from hybrid_rlhf.serving.training.service import TrainingService
 from hybrid_rlhf.serving.training.store import JsonObject
 from hybrid_rlhf.serving.training.tenants import Tenant
@@ -46,14 +46,19 @@ def add_routes(router: APIRouter, service: TrainingService) -> None:
 
         @router.post(f"/{path}")
         async def route(request: Request, tenant: Sender) -> JsonObject:
-            value, content = await json_body(request)
+            accept = await read(request, lambda content: checked(tenant, content))
+            return accept()
+
+        def checked(tenant: Tenant, content: bytes) -> Callable[[], JsonObject]:
+            """What answers a body on the event loop."""
+            value = json_object(content)
             try:
                 body = read_body(value, kind)
             except UserError as error:
                 if "seq_id" not in kind.model_fields or value.get("model_id") is None:
                     raise
-                return service.reject(tenant, read_body(value, CommandBody), path, content, error)
-            return answer(tenant, body, content)
+                return partial(service.reject, tenant, read_body(value, CommandBody), path, content, error)
+            return partial(answer, tenant, body, content)
 
     def client_config(tenant: Tenant, *_: object) -> JsonObject:
         most = min(2000, tenant.quotas.requests)
@@ -85,8 +90,8 @@ def add_routes(router: APIRouter, service: TrainingService) -> None:
 
     @router.post("/forward_backward")
     async def forward_backward(request: Request, tenant: Sender) -> JsonObject:
-        content = await whole_body(request)
-        return service.forward_backward(tenant, read_forward_backward(content), content)
+        accept = await read(request, partial(service.forward_backward, tenant))
+        return accept()
 
 
 def add_views(router: APIRouter, service: TrainingService) -> None:
@@ -116,7 +121,7 @@ def add_views(router: APIRouter, service: TrainingService) -> None:
 
     @router.post("/sessions/{session_id}/finish")
     async def finish(request: Request, tenant: Sender, session_id: str) -> JsonObject:
-        await json_body(request)
+        await read(request, json_object)
         service.finish_session(tenant, session_id)
         return {}
 

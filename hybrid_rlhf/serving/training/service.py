@@ -31,7 +31,7 @@ from hybrid_rlhf.serving.training.bodies import (
     read_body,
 )
 from hybrid_rlhf.serving.training.futures import Answer, Futures, Gone
-from hybrid_rlhf.serving.training.messages import ForwardBackward
+from hybrid_rlhf.serving.training.messages import read_forward_backward
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
 from hybrid_rlhf.serving.training.queue import Command, CommandQueue, Model, PackedRow
 from hybrid_rlhf.serving.training.rows import packed_rows
@@ -202,10 +202,17 @@ class TrainingService:
 
     # -- commands
 
-    def forward_backward(self, tenant: Tenant, request: ForwardBackward, content: bytes) -> JsonObject:
-        """Accept a forward pass, usually with a backward pass."""
+    def forward_backward(self, tenant: Tenant, content: bytes) -> Callable[[], JsonObject]:
+        """Read a forward pass, usually with a backward pass, on any thread; returns what accepts it on the event
+        loop."""
+        request = read_forward_backward(content)
         body = read_body({"model_id": request.model_id, "seq_id": request.seq_id}, CommandBody)
-        return self._submit(tenant, "forward_backward", body, content, lambda *_: packed_rows(request, self.base))
+        work: Callable[[], Answer] | Sequence[PackedRow]
+        try:
+            work = packed_rows(request, self.base)
+        except Exception as error:  # noqa: BLE001 - it fails in its place, or later ones would wait for ever
+            work = partial(_raise, error)
+        return partial(self._submit, tenant, "forward_backward", body, content, lambda *_: work)
 
     def optim_step(self, tenant: Tenant, body: OptimStepBody, content: bytes) -> JsonObject:
         """Accept an update."""

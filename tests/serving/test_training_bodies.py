@@ -1,0 +1,128 @@
+"""Bodies that cost a training server far more than their bytes are refused before they are read; none of its other
+tests sends one."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.training.bodies import CreateModelBody, EmptyBody, SampleBody, SaveBody, SessionBody, read_body
+from hybrid_rlhf.serving.training.checkpoints import _unzipped
+from hybrid_rlhf.serving.training.messages import MESSAGES, read_datum, read_forward_backward
+from hybrid_rlhf.serving.training.requests import json_object
+from tests.support.training_server import Client, error_of, forward_backward, training_server
+
+SAMPLE = {"prompt": {"chunks": [{"tokens": [3]}]}, "sampling_params": {}}
+
+
+def sample(**sampling: Any) -> dict[str, Any]:
+    return {**SAMPLE, "sampling_params": sampling}
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "rule"),
+    [
+        (SampleBody, sample(stop="x" * 1001), "at most 1000 characters"),
+        (SampleBody, sample(stop=["x"] * 65), "at most 64 items"),
+        (SampleBody, sample(stop=[3] * 129), "at most 128 items"),
+        (SampleBody, {**SAMPLE, "prompt": {"chunks": [{"tokens": []}] * 4097}}, "at most 4096 items"),
+        (SessionBody, {"user_metadata": {"a": "x" * 2**14}}, "at most 16384 characters"),
+        (SaveBody, {"model_id": "a", "user_metadata": {"a": "x" * 2**14}}, "at most 16384 characters"),
+        (
+            CreateModelBody,
+            {"session_id": "a", "model_seq_id": 0, "base_model": "b", "user_metadata": {"a": "x" * 2**14}},
+            "at most 16384 characters",
+        ),
+    ],
+    ids=["stop", "stops", "stop tokens", "chunks", "session", "checkpoint", "model"],
+)
+def test_what_a_body_keeps_is_bounded(kind: type[BaseModel], content: dict[str, Any], rule: str) -> None:
+    with pytest.raises(UserError, match=rule):
+        read_body(content, kind)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [sample(stop=[-1] * 1000), {**SAMPLE, "prompt": {"chunks": [{"tokens": [-1] * 1000}]}}],
+    ids=["stop", "tokens"],
+)
+def test_a_list_of_bad_values_is_one_error(content: dict[str, Any]) -> None:
+    """An error per item takes kilobytes each."""
+    with pytest.raises(UserError) as caught:
+        read_body(content, SampleBody)
+    cause: Any = caught.value.__cause__
+    assert cause.error_count() <= 4 and len(str(caught.value)) < 400  # stop: one for each kind of its union
+
+
+@pytest.mark.parametrize("text", ['{"a": [' + "[]," * 2**19 + "[]]}", '{"a": ' + "[" * 50_000])
+def test_values_and_depth_of_json_are_bounded(text: str) -> None:
+    with pytest.raises(UserError, match=r"at most 1048576 values|nested too deeply"):
+        read_body(json_object(text.encode()), EmptyBody)
+
+
+def test_datums_and_their_parts_are_counted_before_they_are_objects() -> None:
+    """Two bytes are a datum or a chunk, which takes a hundred in memory; eight are a number of a shape."""
+    datum = b"\x1a\x00"
+    chunks = b"\x0a\x00" * 2**18
+    shape = MESSAGES["ForwardBackwardRequest"](model_id="m")
+    shape.data.add().loss_fn_inputs.add().value.shape.extend([0] * 2**18)
+    nested = MESSAGES["ForwardBackwardRequest"](model_id="m")
+    nested.data.add().MergeFromString(chunks)
+    for body in (datum * (2**18 + 1), shape.SerializeToString(), nested.SerializeToString()):
+        with pytest.raises(UserError, match="at most 262144 fields"):
+            read_forward_backward(body)
+    with pytest.raises(UserError, match="at most 4096 datums"):
+        read_forward_backward(datum * 4097)
+    assert len(read_forward_backward(forward_backward("m", 1, [[3, 4]] * 4096)).data) == 4096
+
+
+def test_the_product_of_a_shape_is_that_of_two_numbers() -> None:
+    """A product of many large integers takes minutes."""
+    message = MESSAGES["ForwardBackwardRequest"].FromString(forward_backward("m", 1))
+    message.data[0].loss_fn_inputs[0].value.shape[:] = [2**62] * 60
+    with pytest.raises(UserError, match="one or two dimensions, got 60"):
+        read_datum(message.data[0], 0)
+
+
+def test_members_of_an_archive_are_counted_before_they_are_listed() -> None:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for number in range(1025):
+            archive.writestr(str(number), b"")
+    with pytest.raises(UserError, match="at most 1024 members"):
+        _unzipped(data.getvalue(), most=100)
+
+
+def test_bodies_are_read_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other clients are answered while a body is read, of each route that takes one."""
+    from hybrid_rlhf.serving.training import checkpoints, requests, routes, service
+
+    threads: dict[str, threading.Thread] = {}
+    for module, name in (
+        (requests, "json_object"),
+        (routes, "json_object"),
+        (service, "packed_rows"),
+        (checkpoints, "_unzipped"),
+    ):
+        reader = getattr(module, name)
+
+        def noted(*given: Any, reader: Any = reader, key: str = f"{module.__name__}.{name}", **named: Any) -> Any:
+            threads[key] = threading.current_thread()
+            return reader(*given, **named)
+
+        monkeypatch.setattr(module, name, noted)
+    with training_server(tmp_path) as (url, _):
+        client = Client(url)
+        client.loss(client.model(), 1)
+        error_of(client.request("import_adapter/a", b"x", **{"Content-Type": "application/zip"}), 400)
+        assert client.request("retrieve_future", json.loads('{"request_id": "a"}')).status_code == 410
+    assert len(threads) == 4
+    assert not [key for key, thread in threads.items() if thread.name == "server"]
