@@ -35,6 +35,8 @@ from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 
 _MOST_OPEN = 16
 """Number of runs whose curves, samples and plans are kept in memory."""
+_SIGNAL_LINES = 20_000
+"""Number of steps whose metrics are read for signals, spread over a longer run: each is an object."""
 _SIGNAL_STEPS = 12
 """Number of steps whose samples are examined."""
 _SIGNAL_TEXTS = 64
@@ -125,9 +127,11 @@ class BoardWorkspace:
         """The signs of a run that a person should look at."""
         metrics = self.metrics(run)
         steps, _, columns = metrics.columns(metrics.names())
+        rows = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _SIGNAL_LINES)).astype(int))
         lines = [
-            {"step": int(step)} | {name: column[row] for name, column in columns.items() if np.isfinite(column[row])}
-            for row, step in enumerate(steps)
+            {"step": int(steps[row])}
+            | {name: column[row] for name, column in columns.items() if np.isfinite(column[row])}
+            for row in rows
         ]
         return find_signals(lines, self._sampled(run))
 

@@ -26,6 +26,7 @@ _GENERATING_KEYS = (
     "adapters",
     "adapters_from",
     "follow",
+    "allow_lark",
     "reward_model",
     "max_batch_rows",
     "max_sequence_tokens",
@@ -145,6 +146,8 @@ class ServeConfig(ServerConfig):
     follow: str | None = None
     """Folder of a run that trains the served model: the weights or the adapter of its newest checkpoint are served;
     null: the model stays as it is."""
+    allow_lark: bool = advanced(False)
+    """Let requests have grammars in Lark, whose regular expressions may take all of their limits of time and memory."""
     reward_model: str | None = None
     """Reward model that scores conversations at /score: a folder or hub name, which is also its name in requests."""
     max_queue: Natural = 256

@@ -81,6 +81,8 @@ class PromptBatch:
     """As in `GenerationEngine.generate`; nothing is delivered for finished samples."""
     record_routes: Sequence[bool] = ()
     """For each prompt, true to record the experts of its tokens; empty: for none."""
+    first_sample: int = 0
+    """Number of the first sample of each prompt, for those of one prompt and seed that are submitted by parts."""
 
 
 class Submitted(Protocol):
@@ -133,7 +135,10 @@ class RequestBatch(TokenSource, Protocol):
     def close(self) -> None:
         """As in OpenBatch."""
 
-    def prepare(self, params: SamplingParams) -> None:
+    def compiled_grammar(self, params: SamplingParams) -> object | None:
+        """As in OpenBatch."""
+
+    def compile_grammar(self, params: SamplingParams, wanted: Callable[[], bool]) -> object:
         """As in OpenBatch."""
 
     def prompt_logprobs(
@@ -257,7 +262,9 @@ class OpenBatch:
                 )
         requests = self._requests(batch)
         samples = sampling[0].n if sampling else 1
-        places = [(request.prompt_index, place % samples) for place, request in enumerate(requests)]
+        places = [
+            (request.prompt_index, batch.first_sample + place % samples) for place, request in enumerate(requests)
+        ]
         running = {request: place for request, place in zip(requests, places, strict=True) if not request.ended}
         submission = Submission(dict(running), deliver)
         with self._lock:
@@ -270,7 +277,7 @@ class OpenBatch:
         return submission
 
     def _requests(self, batch: PromptBatch) -> list[Request]:
-        requests = self._maker.requests(batch.prompts, batch.sampling)
+        requests = self._maker.requests(batch.prompts, batch.sampling, first_sample=batch.first_sample)
         continue_requests(requests, batch.begun)
         number = self._maker.adapter_number(batch.adapter)
         for request in requests:
@@ -280,13 +287,22 @@ class OpenBatch:
                 request.records_routes = batch.record_routes[request.prompt_index]
         return requests
 
-    def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar of sampling parameters, which takes longer than `submit`.
+    def compiled_grammar(self, params: SamplingParams) -> object | None:
+        """What keeps the grammar of sampling parameters compiled, if it is; None: `compile_grammar` compiles it."""
+        return self._maker.compiled_grammar(params)
+
+    def compile_grammar(self, params: SamplingParams, wanted: Callable[[], bool]) -> object:
+        """Compile the grammar of sampling parameters, which nobody has checked, within limits of time and memory;
+        returns what keeps it compiled, so that `submit` need not do it.
+
+        Args:
+            params: the sampling parameters, with a response format.
+            wanted: returns false when the grammar is not needed any more.
 
         Raises:
-            UserError: for a grammar that does not compile.
+            UserError: for a grammar that does not compile within the limits.
         """
-        self._maker.grammar(params)
+        return self._maker.compile_untrusted(params, wanted)
 
     def completions(self, submission: Submission) -> dict[tuple[int, int], Completion]:
         """Unfinished samples of a submission as they are, by the indices of their prompts and samples; the batch must

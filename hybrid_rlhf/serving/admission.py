@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.serving.tracing import begin_span, end_span
-from hybrid_rlhf.serving.web import CLIENT_CLOSED, AccessRules, limited
+from hybrid_rlhf.serving.web import CLIENT_CLOSED, AccessRules, Arriving, limited
 
 access_log = logging.getLogger(f"{LOGGER_NAME}.access")
 access_log.setLevel(logging.WARNING)  # serve --access_log lowers it
@@ -29,6 +29,8 @@ _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 """OpenAI's types of errors with these statuses."""
 _MOST_LOGGED = 200
 """Number of characters of a path in the log."""
+_ARRIVING_BODIES = 16
+"""Number of largest bodies that may arrive at a time."""
 _RETRY_SECONDS = 5
 """Time after which a client may repeat a request to a stopping server, or to its successor."""
 
@@ -66,10 +68,15 @@ class Admission(ABC):
         self._rules = rules
         self._activity = activity
         self._max_body_bytes = max_body_bytes
+        self._all_arriving = Arriving(_ARRIVING_BODIES * max_body_bytes)
 
     @abstractmethod
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         """The answer that refuses a request; None if it is admitted."""
+
+    def _arriving(self, scope: Scope) -> Arriving:
+        """What counts the bodies of the sender of a request."""
+        return self._all_arriving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -90,7 +97,8 @@ class Admission(ABC):
         counts = refusal is None and scope["path"] not in self.open_paths
         self._activity.requests += counts
         try:
-            await (self._app if refusal is None else refusal)(scope, limited(receive, self._max_body_bytes), counted)
+            with limited(receive, self._max_body_bytes, self._arriving(scope)) as body:
+                await (self._app if refusal is None else refusal)(scope, body, counted)
         except asyncio.CancelledError:
             if not self._activity.stops:  # otherwise the client has not read its answer in time
                 raise

@@ -21,6 +21,7 @@ from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
 from hybrid_rlhf.serving.service import BatchEnded, Job, TokenStream
 from hybrid_rlhf.serving.text_stream import ReasoningSplit, ReplyPiece, ReplyStream, TextStream
 from hybrid_rlhf.serving.token_text import TokenText
+from hybrid_rlhf.serving.web import json_text
 
 _MARK_TOKENS = 16
 """Number of last tokens of a prompt among which a mark opens the reasoning of the completion."""
@@ -217,7 +218,8 @@ class Answer:
         """Log-probs of a prompt's tokens in vLLM's form, with the `top` most likely ones; None for the first token."""
         shown = list[dict[str, Any] | None]([None])
         for token in tokens[1:]:
-            likely = {token.token_id: token.logprob} | dict(token.top[:top])
+            own = {token.token_id: token.logprob}  # the kernels of the likely ones round differently
+            likely = own | dict(token.top[:top]) | own
             shown.append(
                 {
                     str(candidate): {"logprob": value, "decoded_token": self._tokenizer.decode([candidate])}
@@ -274,10 +276,13 @@ def thinking_marks(body: GenerationBody, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _with_sampled(token: StreamedToken) -> Sequence[tuple[int, float]]:
-    """The likely tokens of a position, with the sampled one if it is not among them."""
-    if not token.top or any(candidate == token.token_id for candidate, _ in token.top):
+    """The likely tokens of a position, with the sampled one, whose log-prob is its own: kernels round differently."""
+    if not token.top:
         return token.top
-    return [*token.top, (token.token_id, token.logprob)]
+    own = (token.token_id, token.logprob)
+    if any(candidate == token.token_id for candidate, _ in token.top):
+        return [own if likely[0] == token.token_id else likely for likely in token.top]
+    return [*token.top, own]
 
 
 def _shown_calls(calls: Sequence[ToolCall], *, indexed: bool = False) -> list[dict[str, Any]]:
@@ -294,4 +299,4 @@ def _shown_calls(calls: Sequence[ToolCall], *, indexed: bool = False) -> list[di
 
 def event(content: dict[str, Any]) -> str:
     """A server-sent event with JSON data."""
-    return f"data: {json.dumps(content)}\n\n"
+    return f"data: {json_text(content)}\n\n"

@@ -45,7 +45,7 @@ from hybrid_rlhf.serving.service import (
     UnknownModel,
 )
 from hybrid_rlhf.serving.updates import ModelUpdates
-from hybrid_rlhf.serving.web import CLIENT_CLOSED, AccessRules, add_error_answers
+from hybrid_rlhf.serving.web import CLIENT_CLOSED, AccessRules, FiniteJSON, add_error_answers
 
 _STATUSES: dict[type[Exception], int] = {
     UserError: 400,
@@ -211,12 +211,12 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await read_request(request, TokenizeBody)
-        return JSONResponse(await asyncio.to_thread(service.of_model(body.model).tokenized, body))
+        return FiniteJSON(await asyncio.to_thread(service.of_model(body.model).tokenized, body))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await read_request(request, DetokenizeBody)
-        return JSONResponse(await asyncio.to_thread(service.of_model(body.model).detokenized, body))
+        return FiniteJSON(await asyncio.to_thread(service.of_model(body.model).detokenized, body))
 
 
 def _add_updates(app: FastAPI, service: Service, updates: ModelUpdates, created: int) -> None:
@@ -266,6 +266,10 @@ async def _generate(
     """Answer a request; `as_response`: in the form of the Responses API, which asks for it."""
     service = asked.of_model(body.model)
     job = await asyncio.to_thread(service.job, body)
+    compiled = await _until_disconnect(request.receive, service.compiled(body, job))
+    if compiled is None:
+        return Response(status_code=CLIENT_CLOSED)
+    job = compiled
     answer = Answer(body, job, service.tokenizer, service.token_text)  # first: an error must not leave a stream open
     await service.admits.wait()  # other weights are being loaded
     answer.version = service.version
@@ -299,7 +303,7 @@ async def _generate(
 
 def _whole(answer: dict[str, Any] | None) -> Response:
     """The response of an answer that is not streamed; None means that the client has disconnected."""
-    return Response(status_code=CLIENT_CLOSED) if answer is None else JSONResponse(answer)
+    return Response(status_code=CLIENT_CLOSED) if answer is None else FiniteJSON(answer)
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:

@@ -394,10 +394,16 @@ class DetokenizeBody(StrictBody):
     tokens: _TokenIds
 
 
+def _named_in_url(name: str) -> str:
+    if {".", ".."} & {*name.split("/")}:
+        raise PydanticCustomError("name", "have no part . or .., which clients remove from a URL")
+    return name
+
+
 class AdapterBody(StrictBody):
     """POST /v1/adapters."""
 
-    name: str = Field(min_length=1, max_length=200)
+    name: Annotated[str, AfterValidator(_named_in_url)] = Field(min_length=1, max_length=200)
     """Name of the adapter in requests."""
     path: str = Field(min_length=1, max_length=1000)
     """Its peft folder, in the folder that the server allows."""

@@ -185,6 +185,7 @@ def serve(
             sampling=config.sampling,
             max_queue=config.max_queue,
             adapters=model.engine.adapters,
+            allows_lark=config.allow_lark,
         )
         updates = ModelUpdates(service, model.engine, batch, model.load, adapters_from=config.adapters_from)
         route = None if config.adapters_from is None else updates

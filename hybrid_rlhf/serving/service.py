@@ -10,12 +10,13 @@ import asyncio
 import copy
 import json
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -40,6 +41,8 @@ from hybrid_rlhf.serving.metrics import ServerMetrics
 from hybrid_rlhf.serving.token_text import TokenText, characters, longest_token
 
 ResultT = TypeVar("ResultT")
+_COMPILING = ThreadPoolExecutor(1, "grammars")
+"""The queue of all grammars: a thread of its own, as they would hold those that read bodies."""
 
 
 class QueueFull(Exception):
@@ -93,6 +96,8 @@ class Job:
     """Called with the index of a prompt and a completion, when it ends and before its last token is delivered."""
     adapter: str | None = None
     """Adapter of all prompts; None: the model itself."""
+    grammar: object | None = None
+    """Keeps the grammar of `sampling` compiled; None: it has none, or `Service.compiled` compiles it."""
 
 
 class _Deliveries:
@@ -208,6 +213,7 @@ class Service:
         max_queue: int,
         metrics: ServerMetrics | None = None,
         adapters: Sequence[str] = (),
+        allows_lark: bool = False,
     ) -> None:
         """Take the batch and its settings.
 
@@ -219,6 +225,7 @@ class Service:
             max_queue: largest number of waiting completions.
             metrics: metrics to count; None creates new ones.
             adapters: names of adapters that requests may give in place of the model's.
+            allows_lark: true if requests may have grammars in Lark.
         """
         self.batch = batch
         self.tokenizer = tokenizer
@@ -236,6 +243,7 @@ class Service:
         self._deliveries = _Deliveries()
         self.defaults = sampling
         self.max_queue = max_queue
+        self.allows_lark = allows_lark
         self._most_characters = batch.max_tokens * longest_token(tokenizer)
         self.adapters = {name: self.with_adapter(name, name) for name in adapters}
         """Services of the adapters."""
@@ -288,32 +296,55 @@ class Service:
         for prompt in prompts:
             self._check_ids(body.prompt_key, prompt)
         longest = max(map(len, prompts), default=0)
-        sampling = self._constrained(self.sampling(body, longest_prompt=longest), body, prompts)
+        sampling, grammar = self._constrained(self.sampling(body, longest_prompt=longest), body, prompts)
         if longest + sampling.max_new_tokens > self.batch.max_tokens:
             raise ContextTooLong(
                 body.prompt_key,
                 f"must leave room in the maximum context length of {self.batch.max_tokens} tokens, got {longest} "
                 f"tokens and {body.key_of('max_new_tokens')} {sampling.max_new_tokens}: shorten one of them",
             )
-        return Job(prompts, sampling, body.alternatives or 0, adapter=self.adapter)
+        return Job(prompts, sampling, body.alternatives or 0, adapter=self.adapter, grammar=grammar)
+
+    async def compiled(self, body: GenerationBody, job: Job) -> Job:
+        """The job of a request with its grammar compiled. Grammars of all requests are compiled one after another; if
+        this is cancelled, that of the request is not, or not to its end.
+
+        Raises:
+            KeyRejected: for a grammar that does not compile within its limits.
+        """
+        if job.sampling.response_format is None or job.grammar is not None:
+            return job
+        left = threading.Event()
+        work = partial(self.batch.compile_grammar, job.sampling, lambda: not left.is_set())
+        try:
+            grammar = await asyncio.get_running_loop().run_in_executor(_COMPILING, work)
+        except UserError as error:
+            raise _grammar_rejected(body, error) from error
+        finally:
+            left.set()
+        return replace(job, grammar=grammar)
 
     def _constrained(
         self, sampling: SamplingParams, body: GenerationBody, prompts: Sequence[Sequence[int]]
-    ) -> SamplingParams:
-        """Sampling parameters with the grammar of a request, which is compiled."""
-        key = grammar_key(body)
+    ) -> tuple[SamplingParams, object | None]:
+        """Sampling parameters with the grammar of a request, and what keeps it compiled if it is."""
+        if not self.allows_lark and (body.response_format or {}).get("type") == "lark":
+            raise KeyRejected(
+                "response_format",
+                "must be text, json_object or json_schema, got lark: start the server with --allow_lark",
+            )
         try:
             given = response_format(body, self.tokenizer, prompts[0] if prompts else ())
-            if given is not None:
-                sampling = replace(sampling, response_format=given)
-                self.batch.prepare(sampling)
+            if given is None:
+                return sampling, None
+            sampling = replace(sampling, response_format=given)
+            return sampling, self.batch.compiled_grammar(sampling)
         except KeyRejected:
             raise
         except UserError as error:
-            raise KeyRejected(key, str(error).removeprefix("response_format ")) from error
+            raise _grammar_rejected(body, error) from error
         except RecursionError as error:
-            raise KeyRejected(key, "has a schema that is nested too deeply: simplify it") from error
-        return sampling
+            raise KeyRejected(grammar_key(body), "has a schema that is nested too deeply: simplify it") from error
 
     def sampling(self, body: GenerationBody, *, longest_prompt: int) -> SamplingParams:
         """The sampling parameters of a request.
@@ -459,6 +490,10 @@ class Service:
                 f"must fit in the maximum context length of {self.batch.max_tokens} tokens, got {count} characters: "
                 "shorten it",
             )
+
+
+def _grammar_rejected(body: GenerationBody, error: UserError) -> KeyRejected:
+    return KeyRejected(grammar_key(body), str(error).removeprefix("response_format "))
 
 
 def _ended(batch: TokenSource, submission: Submitted | None = None) -> Exception:

@@ -74,7 +74,12 @@ class ModelUpdates:
         path = self._path_of(folder)
         async with self._changing:
             lm = await asyncio.to_thread(self._load)
-            factors = await asyncio.to_thread(read_adapter, lm, str(path))
+            try:
+                factors = await asyncio.to_thread(read_adapter, lm, str(path))
+            except UserError as error:  # its text names a folder of the server
+                raise KeyRejected(
+                    "path", f"must be an adapter of the model: {error}".replace(str(path), folder)
+                ) from error
             return await self._take(name, factors, lm, version=f"{folder}@{self._versions + 1}")
 
     async def _take(self, name: str, factors: Mapping[str, LowRank], lm: PreTrainedModel, *, version: str) -> Service:

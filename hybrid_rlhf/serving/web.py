@@ -8,15 +8,21 @@ send.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
+import json
+import math
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -24,11 +30,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.connections import BACKLOG, limit_lines, limited_protocol, raise_descriptors
 
 CLIENT_CLOSED = 499
 """Status to count for a client that has disconnected, which receives no status."""
 _MOST_VALUES = 2**20
 """Largest number of values in a body: parsing more blocks the interpreter for too long, on any thread."""
+BODY_SECONDS = 300.0
+"""Time for the body of a request to arrive."""
 _HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::\d{1,5})?")
 
 
@@ -78,18 +87,52 @@ class AccessRules:
         return match["address"] is None or ":" in match["address"]
 
 
-def limited(receive: Receive, most: int) -> Receive:
-    """A channel of a request that raises HTTPException when the body has more bytes."""
+class Arriving:
+    """Bytes of the bodies that a sender's requests have sent so far; those that are not complete are in memory too."""
+
+    def __init__(self, most: int) -> None:
+        """Take the largest number."""
+        self.most = most
+        self.size = 0
+
+    def add(self, size: int) -> None:
+        """Count bytes, or fewer.
+
+        Raises:
+            HTTPException: when there are too many.
+        """
+        if size > 0 and self.size + size > self.most:
+            raise HTTPException(429, f"bodies that arrive have at most {self.most} bytes together: send it again later")
+        self.size += size
+
+
+@contextlib.contextmanager
+def limited(receive: Receive, most: int, arriving: Arriving) -> Iterator[Receive]:
+    """Context with a channel of a request that raises HTTPException when the body has more bytes, when all that arrive
+    have too many, or when it has not arrived in time."""
     size = 0
+    is_whole = False
+    end = time.monotonic() + BODY_SECONDS
 
     async def counted() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        require_size(size, most)
+        nonlocal size, is_whole
+        if is_whole:
+            return await receive()  # what comes then is that the client disconnects
+        try:
+            message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            raise HTTPException(408, f"a body arrives within {BODY_SECONDS:.0f} s: send it again") from None
+        received = len(message.get("body", b""))
+        require_size(size + received, most)
+        arriving.add(received)
+        size += received
+        is_whole = not message.get("more_body", False)
         return message
 
-    return counted
+    try:
+        yield counted
+    finally:
+        arriving.add(-size)
 
 
 def require_size(size: int, most: int) -> None:
@@ -106,6 +149,30 @@ def require_few_values(content: bytes) -> None:
             f"a body must have at most {_MOST_VALUES} values, counted by commas and opening brackets, got {most}: "
             "send several requests"
         )
+
+
+class FiniteJSON(JSONResponse):
+    """An answer in JSON; NaN and infinity, which JSON does not have, are null."""
+
+    def render(self, content: Any) -> bytes:
+        """The bytes of a content."""
+        return json_text(content, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def json_text(content: Any, **settings: Any) -> str:
+    """JSON of a content, in which NaN and infinity are null; settings as of `json.dumps`."""
+    try:
+        return json.dumps(content, allow_nan=False, **settings)
+    except ValueError:
+        return json.dumps(_finite(content), allow_nan=False, **settings)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class KnownKeys(BaseModel):
@@ -185,8 +252,11 @@ class WebServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=closing_seconds,
+                http=limited_protocol(raise_descriptors()),
+                backlog=BACKLOG,
             )
         )
+        limit_lines()
         self._report = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from hybrid_rlhf.board import workspace
 from hybrid_rlhf.board.signals import SampledStep, copied_part, find_signals, repeated_part
 from hybrid_rlhf.loop.advice.rules import RULES
 from tests.support.board import append_rows, sample_rows, workspace_of, write_run
@@ -68,6 +70,19 @@ def test_a_run_that_learns_has_none() -> None:
     assert find_signals(lines(), sampled()) == []
     assert find_signals([], []) == []
     assert find_signals(lines()[:3], sampled()[:1]) == []
+
+
+def test_metrics_of_a_long_run_are_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is an object with all of its metrics: a million took gigabytes."""
+    write_run(tmp_path / "one")
+    board = workspace_of(tmp_path)
+    (found,) = board.folders.all()
+    read: list[Any] = []
+    monkeypatch.setattr(workspace, "find_signals", lambda lines, _: read.append([line["step"] for line in lines]))
+    board.signals(found)
+    monkeypatch.setattr(workspace, "_SIGNAL_LINES", 2)
+    board.signals(found)
+    assert len(read[0]) > 2 and read[1] == [read[0][0], read[0][-1]]
 
 
 def test_texts_are_read_from_all_of_a_step(tmp_path: Path) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.batching import capacity, continuous, requests
-from hybrid_rlhf.generation.batching.grammar import Grammar, grammar_of, source_of
+from hybrid_rlhf.generation.batching import capacity, continuous, grammar, requests
+from hybrid_rlhf.generation.batching.grammar import (
+    CompiledGrammar,
+    Grammar,
+    compile_untrusted,
+    grammar_of,
+    source_of,
+)
 from hybrid_rlhf.generation.open_batch import PromptBatch
 from tests.support.devices import DEVICES, needs_gpu
 from tests.support.errors import user_error
@@ -195,3 +203,75 @@ def test_without_its_package_a_grammar_names_the_extra(monkeypatch: pytest.Monke
     monkeypatch.setattr("hybrid_rlhf.generation.batching.grammar.find_spec", lambda name: None)
     with user_error(r"needs llguidance, .*pip install 'hybrid_rlhf\[serve\]'"):
         engine_of().generate([[5]], CONSTRAINED)
+
+
+@pytest.fixture(scope="module")
+def untrusted() -> Iterator[Callable[..., CompiledGrammar]]:
+    """Compiles a grammar as a server does, with 2 seconds and 100 MiB."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar, "_MOST_BYTES", 100 * 2**20)
+        patch.setattr(grammar, "_MOST_SECONDS", 2.0)
+        patch.setattr(grammar, "_checker", functools.cache(grammar._Checker))
+        tokenizer = tiny_tokenizer()
+
+        def compiled(source: str, wanted: Callable[[], bool] = lambda: True) -> CompiledGrammar:
+            return compile_untrusted(source, tokenizer, vocab_size=VOCABULARY, stop=frozenset({2}), wanted=wanted)
+
+        compiled("start: /a/")
+        yield compiled
+
+
+ENDLESS = "start: A\nA: /(.*a.{30}.*)/ & /(.*b.{31}.*)/ & ~/(.*d.{33}.*)/ & ~/(.*e.{35}.*)/"
+"""Compiling it takes 50 MB a second without an end."""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (ENDLESS, "more than 2 s or 100 MiB"),
+        ("start: nothing", "unknown name"),
+        ("start: start", "no finite text"),
+        ('start: %json {"$ref": "#"}', "no finite text"),
+        ("start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(60)) + "\nr60: r0", "no finite text"),
+    ],
+    ids=["endless", "faulty", "itself", "schema", "doubling"],
+)
+def test_a_grammar_that_exceeds_its_limits_or_has_no_text_is_refused(
+    untrusted: Callable[..., CompiledGrammar], source: str, reason: str
+) -> None:
+    """Without a process of its own, an endless one takes the memory of the host; the next grammar is compiled."""
+    with pytest.raises(UserError, match=reason):
+        untrusted(source)
+    assert untrusted(f"start: /b/ // {reason}").size > 0
+
+
+def test_a_grammar_whose_client_leaves_is_not_compiled_to_its_end(untrusted: Callable[..., CompiledGrammar]) -> None:
+    looks = iter([True, True])  # it leaves while the grammar is being compiled
+    with pytest.raises(UserError, match="has left"):
+        untrusted(ENDLESS, wanted=lambda: next(looks, False))
+    assert untrusted("start: /c/").size > 0
+
+
+def test_kept_grammars_are_counted_by_bytes(
+    untrusted: Callable[..., CompiledGrammar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of grammars says nothing of their memory; one that is in use stays compiled."""
+    monkeypatch.setattr(grammar, "_KEPT_BYTES", 2 * 2**20)
+    sources = [f"start: %json {json.dumps({'enum': [f'{n}-{place}' for place in range(2000)]})}" for n in range(4)]
+    used = untrusted(sources[0])
+    sizes = [untrusted(source).size for source in sources]
+    assert min(sizes) > 2000 * 8 and sum(sizes) > 2 * 2**20 >= grammar._grammars._bytes
+    assert untrusted(sources[0]) is used
+
+
+def test_a_completion_that_cannot_be_finished_fails() -> None:
+    """llguidance allows the stop token there, which is no end of a text."""
+    endless = {"type": "lark", "lark": 'start: "a" rest\nrest: rest'}
+    with engine_of().open(rows=4, max_tokens=200) as batch:
+        steps = Steps()
+        failing = batch.submit(
+            PromptBatch([[9, 9]], SamplingParams(max_new_tokens=50, response_format=endless, seed=1)), steps.put
+        )
+        while steps.get(timeout=60):
+            pass
+        assert "a finite text" in str(failing.error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,7 +22,14 @@ from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.episodes import EpisodeQueue
 from hybrid_rlhf.serving.service import Service, UnknownEpisode
-from hybrid_rlhf.serving.web import CLIENT_CLOSED, AccessRules, add_error_answers, served_in_background
+from hybrid_rlhf.serving.web import (
+    CLIENT_CLOSED,
+    AccessRules,
+    FiniteJSON,
+    add_error_answers,
+    json_text,
+    served_in_background,
+)
 from tests.support.errors import user_error
 from tests.support.services import JSON, open_service, post
 
@@ -205,3 +213,11 @@ def test_a_client_that_leaves_within_its_body_is_no_error() -> None:
 
     asyncio.run(app({"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}, receive, send))
     assert sent[0]["status"] == CLIENT_CLOSED
+
+
+def test_an_answer_has_only_numbers_of_json() -> None:
+    """A value or a log-prob may be NaN or infinite; a client's parser refuses those words."""
+    content = {"a": [1.5, float("nan")], "b": (float("inf"), {"c": -float("inf")}), "d": "NaN"}
+    expected = {"a": [1.5, None], "b": [None, {"c": None}], "d": "NaN"}
+    assert json.loads(FiniteJSON(content).body, parse_constant=pytest.fail) == expected
+    assert json.loads(json_text(content), parse_constant=pytest.fail) == expected

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import httpx2
 import openai
 import pydantic
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.batching.grammar import grammar_of, source_of
 from hybrid_rlhf.serving.bodies import ChatBody
 from hybrid_rlhf.serving.formats import response_format
+from hybrid_rlhf.serving.service import Service
 from tests.support.messages import user
-from tests.support.services import Server, open_service, served_service
+from tests.support.services import HEADERS, Server, open_service, served_service
 from tests.support.tiny import CHATML, SPECIAL, byte_tokenizer, tiny_model, tiny_tokenizer
 
 pytest.importorskip("llguidance")
@@ -67,19 +73,29 @@ def tokenizer_of(template: str, special: tuple[str, ...]) -> PreTrainedTokenizer
 
 
 @contextmanager
-def asked(template: str, special: tuple[str, ...] = ()) -> Iterator[Server]:
+def opened(template: str, special: tuple[str, ...] = ()) -> Iterator[tuple[Server, Service]]:
     """A server of a random model, with a template; some marks are special tokens."""
     tokenizer = tokenizer_of(template, special)
     model = tiny_model(vocab_size=259 + len(special), max_position_embeddings=600)
     engine = GenerationEngine.from_model(model, tokenizer=tokenizer, stop_token_ids=[2])
     with open_service(engine, tokenizer, max_tokens=600, max_new_tokens=400) as service, served_service(service) as url:
-        yield Server(url)
+        yield Server(url), service
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with asked(CHATML) as found:
+def parts() -> Iterator[tuple[Server, Service]]:
+    with opened(CHATML) as found:
         yield found
+
+
+@pytest.fixture
+def server(parts: tuple[Server, Service]) -> Server:
+    return parts[0]
+
+
+@pytest.fixture
+def service(parts: tuple[Server, Service]) -> Service:
+    return parts[1]
 
 
 def test_a_schema_gives_the_openai_client_its_typed_answer(server: Server) -> None:
@@ -110,7 +126,7 @@ def test_a_json_object_is_one_also_where_it_is_cut(server: Server) -> None:
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_required_calls_have_the_form_of_the_template(form: str, special: tuple[str, ...]) -> None:
     """Calls of Mistral and Hermes, whose marks may be special tokens."""
-    with asked(CALLS.replace("CALLS", TEMPLATES[form]), special) as server:
+    with opened(CALLS.replace("CALLS", TEMPLATES[form]), special) as (server, _):
         for seed, choice in enumerate(["required", {"type": "function", "function": {"name": "ask"}}, "required"]):
             settings = {"tool_choice": choice, "seed": seed, "parallel_tool_calls": False}
             (answer,) = server.chat(tools=TOOLS, **settings).choices
@@ -162,6 +178,7 @@ def _format(schema: dict[str, Any]) -> Any:
 
 
 ANIMAL = _format(Animal.model_json_schema())
+LARK = {"type": "lark", "lark": "start: /[a-c]{3}/"}
 
 
 @pytest.mark.parametrize(
@@ -189,3 +206,37 @@ def test_faulty_formats_are_refused_by_key(server: Server, more: dict[str, Any],
     with pytest.raises(openai.BadRequestError, match=rule) as refused:
         server.chat(**more)
     assert refused.value.param == key
+
+
+def test_lark_is_for_servers_that_allow_it(server: Server, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its regular expressions may take all of the limits of a compilation."""
+    monkeypatch.setattr(service, "allows_lark", False)
+    answer = server.post("/v1/completions", {"model": "m", "prompt": "a", "response_format": LARK})
+    assert answer.status_code == 400 and "allow_lark" in answer.json()["error"]["message"]
+
+
+def test_a_grammar_that_is_compiled_holds_no_other_request(
+    server: Server, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilations had the threads that read bodies; a client that leaves ends its own."""
+    ended = threading.Event()
+
+    def compile_grammar(params: Any, wanted: Callable[[], bool]) -> object:
+        while wanted():
+            time.sleep(0.01)
+        ended.set()
+        raise UserError("its client has left")
+
+    monkeypatch.setattr(service.batch, "compile_grammar", compile_grammar)
+    monkeypatch.setattr(service.batch, "compiled_grammar", lambda params: None)
+    body = {"model": "m", "prompt": "a", "response_format": LARK}
+    with ThreadPoolExecutor(40) as clients:
+        asked = [
+            clients.submit(httpx2.post, f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=2)
+            for _ in range(40)
+        ]
+        assert server.complete("hello", max_tokens=1).usage.completion_tokens == 1
+        for answer in asked:
+            assert isinstance(answer.exception(), httpx2.ReadTimeout)
+    assert ended.wait(10)
+    assert server.complete("hello", max_tokens=1).usage.completion_tokens == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -16,8 +17,11 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.data.chat.template import ChatTemplate
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.serving import tracing
+from hybrid_rlhf.serving.answers import _with_sampled
 from hybrid_rlhf.serving.app import Access
+from hybrid_rlhf.serving.bodies import CompletionBody, KeyRejected, checked
 from hybrid_rlhf.serving.text_stream import ReasoningSplit
 from tests.support.clock import wait_until
 from tests.support.messages import assistant, user
@@ -318,3 +322,17 @@ def test_a_split_does_not_depend_on_the_pieces(text: str, cuts: list[int], is_op
 def test_marks_of_reasoning_are_those_of_the_template(source: str, marks: tuple[str, str] | None) -> None:
     template = ChatTemplate.of(tiny_tokenizer(source))
     assert template is not None and template.thinking_marks == marks
+
+
+def test_too_many_biases_are_one_error() -> None:
+    """Each of them was one, of two kilobytes."""
+    biases = {str(token): "x" for token in range(1025)}
+    with pytest.raises(KeyRejected, match="logit_bias must have at most 1024 items"):
+        checked(CompletionBody, {"model": "m", "prompt": "a", "logit_bias": biases})
+
+
+def test_the_log_prob_of_a_token_is_the_same_among_the_likely_ones() -> None:
+    """Kernels of the two round differently."""
+    token = StreamedToken(0, 0, 5, -1.0, -1.0, None, [(6, -0.5), (5, -1.00001)])
+    assert _with_sampled(token) == [(6, -0.5), (5, -1.0)]
+    assert _with_sampled(replace(token, top=[(6, -0.5)])) == [(6, -0.5), (5, -1.0)]

@@ -5,6 +5,7 @@ tests/tinker asks it with Tinker's client.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import time
@@ -23,6 +24,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.models.head_check import module_logprobs
+from hybrid_rlhf.serving.training import store
 from hybrid_rlhf.serving.training.messages import MESSAGES
 from hybrid_rlhf.serving.training.service import TrainingService
 from tests.support.clock import Gate, wait_until
@@ -160,10 +162,10 @@ def test_a_faulty_command_fails_in_its_place_and_later_ones_go_on(alice: Client)
         alice.forward_backward(model, 1, loss="unknown"): "loss_fn must be",
         alice.forward_backward(model, 2, [[1, 2, 300]]): "must be token ids",
         alice.forward_backward(model, 3, [[1] * 66]): "1 to 64 tokens",
-        alice.forward_backward(model, 4, []): "at least one datum",
+        alice.forward_backward(model, 4, []): "1 to 4096 datums",
         alice.forward_backward(model, 5, inputs=[{"weights": [float("nan")] * 8}]): "weights must be finite",
         alice.step(model, 6, -1): "adam_params.learning_rate must",
-        alice.step(model, 7): "optim_step needs a forward_backward",
+        alice.step(model, 7): "a backward pass of this step has failed",
     }
     for seq, (change, reason) in enumerate(
         (
@@ -194,7 +196,46 @@ def test_several_commands_before_a_step_add_their_gradients(alice: Client) -> No
     np.testing.assert_allclose(logprobs(alice, apart, 4), logprobs(alice, together, 3), atol=1e-5)
 
 
+def test_a_refused_part_of_a_batch_fails_the_step_that_follows(alice: Client) -> None:
+    """The client sends a large batch as several commands and the step behind them: it would learn from a part."""
+    model = alice.model()
+    good = alice.forward_backward(model, 1)
+    alice.forward_backward(model, 2, [[1, 2, 300]])
+    error = alice.result(alice.step(model, 3))
+    assert error["category"] == "user" and "a backward pass of this step has failed" in error["error"]
+    assert alice.loss(model, 4) == loss_of(alice.result(good))  # no step was made, and its gradient is gone
+    alice.forward_backward(model, 5, [[1, 2, 300]], forward_only=True)  # has no part in a gradient
+    assert alice.result(alice.step(model, 6))["metrics"]["skipped"] == 0
+
+
+def test_a_step_that_is_not_finite_is_answered(alice: Client, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON has no infinity: the client asked for ever for an answer that could not be written."""
+    model = alice.model()
+    alice.loss(model, 1)
+    monkeypatch.setattr(engine, "step", lambda *_: {"grad_norm": float("inf"), "step": 0, "skipped": 1.0})
+    assert alice.result(alice.step(model, 2))["metrics"] == {"skipped": 1.0}
+
+
 # -- tenants
+
+
+def test_what_a_key_makes_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions, sampling sessions and runs stay for days, in memory and on disk; those of others do not count."""
+    monkeypatch.setattr(store, "MOST_RECORDS", 3)
+    with training_server(tmp_path) as (url, _):
+        client = Client(url)
+        session = client.session()
+        client.model(session)
+        sampler = {"session_id": session, "base_model": BASE}
+        client.post("create_sampling_session", sampling_session_seq_id=0, **sampler)
+        client.post("create_sampling_session", sampling_session_seq_id=0, **sampler)  # sent again
+        for path, body in (
+            ("create_session", {}),
+            ("create_model", {"session_id": session, "model_seq_id": 1, "base_model": BASE}),
+            ("create_sampling_session", {**sampler, "sampling_session_seq_id": 1}),
+        ):
+            assert "at most 3" in error_of(client.request(path, body), 400)
+        assert Client(url, BOB).session()
 
 
 def test_a_key_is_needed_and_others_things_are_not_there(url: str, alice: Client, bob: Client) -> None:
@@ -506,10 +547,35 @@ def test_an_adapter_from_elsewhere_is_trained_on(url: str, alice: Client, bob: C
         (damaged, "must be a ZIP archive"),
         (_zip(contents(Path(other))), ""),
     ):
-        assert error in error_of(imported(content), 400)
+        text = error_of(imported(content), 400)
+        assert error in text and "/runs/" not in text, "a folder of the server"
     given = "training_runs/server/checkpoints/weights/given"
     for answer in (alice.delete(given), alice.put(f"{given}/ttl", ttl_seconds=1)):
         assert "only its operator removes it" in error_of(answer, 400)
+
+
+def test_links_lead_to_the_adapter_of_the_operator_alone(
+    service: TrainingService, alice: Client, tmp_path: Path
+) -> None:
+    """Its folder may have secrets in it, or links to them, and every key may ask for the links."""
+    folder = service.store.find("tinker://server/weights/given", "alice").folder
+    (tmp_path / "secret").write_text("x")
+    (folder / ".env").write_text("x")
+    (folder / "link.safetensors").symlink_to(tmp_path / "secret")
+    urls = alice.get("training_runs/server/checkpoints/weights/given/external_weights_urls").json()["urls"]
+    assert set(urls) == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_a_full_disk_is_named(alice: Client, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key can make room itself."""
+
+    def save(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = alice.model()
+    monkeypatch.setattr(engine, "save", save)
+    failed = alice.save(model, 1, "x")
+    assert failed["category"] == "server" and "the disk of the server is full" in failed["error"]
 
 
 def _zip(files: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
@@ -757,6 +823,21 @@ def test_sampling_takes_turns_too(service: TrainingService, alice: Client, bob: 
     assert len(samples_of(bob.result(request))) == 2
     assert service.tenants.of_key(ALICE).requests >= 15  # type: ignore[union-attr]
     assert len(samples_of(alice.result(last))) == 8
+
+
+def test_samples_of_one_request_take_turns(service: TrainingService, alice: Client, bob: Client) -> None:
+    """It entered the batch as a whole, and all rows were its own until its last sample."""
+    with service.samplers.batch.paused():
+        sampling = {"max_tokens": 50, "seed": 1, "temperature": 100.0}
+        large = alice.asample([5], sampling, base_model=BASE, num_samples=100)
+        request = bob.asample([5], {"max_tokens": 5}, base_model=BASE)
+        wait_until(lambda: service.samplers.batch.unfinished == 8)  # seven of hers, and his
+    assert len(samples_of(bob.result(request))) == 1
+    assert service.futures.find(large, service.tenants.of_key(ALICE)).finished is None  # type: ignore[arg-type]
+    samples = samples_of(alice.result(large))
+    assert len(samples) == 100
+    again = samples_of(alice.result(alice.asample([5], sampling, base_model=BASE, num_samples=3)))
+    assert again == samples[:3]  # the parts continue the numbers of the samples
 
 
 def test_a_cancelled_request_ends_and_others_go_on(alice: Client) -> None:

@@ -9,12 +9,20 @@ Source: github.com/guidance-ai/llguidance (MIT), an optional package (the extra 
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import os
+import select
+import subprocess  # nosec B404
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -22,21 +30,30 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation.batching import grammar_check
 from hybrid_rlhf.generation.transfers import to_device
 
 WORD_TOKENS = 32
 """Number of tokens whose bits are in one word."""
 _SPACE = r"[ \n]{0,20}"
 """White space between the parts of JSON. It is bounded, as some models would write it for ever."""
-_CACHED = 256
+_MOST_SECONDS = 10.0
+_MOST_BYTES = 2**30
+"""Limits of the compilation of an untrusted grammar."""
+_KEPT_BYTES = 256 * 2**20
+_TEXT_COPIES = 16
+"""Bytes of a compiled grammar per character of its text, besides those that were measured."""
+_LOOK_MILLISECONDS = 50
+"""Time between two looks whether the client of a grammar that is being compiled has left."""
 
 
 class Grammar:
     """The state of one completion."""
 
     def __init__(self, matcher: Any) -> None:
-        """Take a matcher of llguidance at the beginning of the text."""
-        self.matcher = matcher
+        """Take a matcher of llguidance at the beginning of the text, which is copied."""
+        self._beginning = matcher
+        self.restart(())
 
     def append(self, token: int) -> None:
         """Take the next token.
@@ -47,9 +64,18 @@ class Grammar:
         if not self.matcher.consume_token(token):
             raise RuntimeError(f"a grammar must allow the sampled token {token}: {self.matcher.get_error():.300}")
 
+    def end(self) -> None:
+        """End the text.
+
+        Raises:
+            RuntimeError: if the text is not complete: no finite one begins so, or llguidance has reached a limit.
+        """
+        if not self.matcher.is_accepting():
+            raise RuntimeError("a grammar must have a finite text that begins with the tokens so far, it has none")
+
     def restart(self, tokens: Sequence[int]) -> None:
         """Go back to the beginning, and take tokens."""
-        self.matcher.reset()
+        self.matcher = self._beginning.deep_copy()  # reset() keeps an error
         for token in tokens:
             self.append(token)
 
@@ -91,6 +117,60 @@ def require_grammars() -> None:
         raise UserError("response_format needs llguidance, it is not installed: pip install 'hybrid_rlhf[serve]'")
 
 
+class CompiledGrammar:
+    """A grammar that is kept compiled as long as this is referred to."""
+
+    def __init__(self, matcher: Any, size: int) -> None:
+        """Take a matcher of llguidance at the beginning of the text, and its bytes in memory."""
+        self.matcher = matcher
+        self.size = size
+
+
+_Key = tuple[str, PreTrainedTokenizerBase, int, frozenset[int]]
+
+
+class _CompiledGrammars:
+    """The compiled grammars: those that are in use, and those that were used last, up to a number of bytes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: WeakValueDictionary[_Key, CompiledGrammar] = WeakValueDictionary()
+        self._kept: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
+        self._bytes = 0
+
+    def find(self, key: _Key) -> CompiledGrammar | None:
+        """A compiled grammar; None if it is not known."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._known.get(key)
+
+    def add(self, key: _Key, size: int) -> CompiledGrammar:
+        """Compile a grammar, which takes this many bytes, and keep it.
+
+        Raises:
+            UserError: for a grammar that does not compile.
+        """
+        from llguidance import LLMatcher
+
+        source, *of_model = key
+        matcher = LLMatcher(_tokens(*of_model), source, log_level=0)
+        if matcher.is_error():
+            raise _refused(" ".join(matcher.get_error().split()))
+        compiled = CompiledGrammar(matcher, size + _TEXT_COPIES * len(source))
+        with self._lock:
+            self._known[key] = compiled
+            self._bytes += compiled.size - (self._kept[key].size if key in self._kept else 0)
+            self._kept[key] = compiled
+            while self._bytes > _KEPT_BYTES:
+                _, oldest = self._kept.popitem(last=False)
+                self._bytes -= oldest.size
+        return compiled
+
+
+_grammars = _CompiledGrammars()
+
+
 def grammar_of(source: str, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, stop: frozenset[int]) -> Grammar:
     """A new state of a grammar, which is compiled in the first call.
 
@@ -103,18 +183,111 @@ def grammar_of(source: str, tokenizer: PreTrainedTokenizerBase, *, vocab_size: i
     Raises:
         UserError: for a grammar that does not compile, a tokenizer that llguidance does not read, or no stop token.
     """
-    return Grammar(_compiled(source, tokenizer, vocab_size, stop).deep_copy())
+    key = (source, tokenizer, vocab_size, stop)
+    compiled = _grammars.find(key) or _grammars.add(key, 0)
+    return Grammar(compiled.matcher)
 
 
-@functools.lru_cache(maxsize=_CACHED)
-def _compiled(source: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop: frozenset[int]) -> Any:
-    from llguidance import LLMatcher
+def compiled_grammar(
+    source: str, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, stop: frozenset[int]
+) -> CompiledGrammar | None:
+    """A grammar that is compiled already; None for another. Arguments as in `grammar_of`."""
+    return _grammars.find((source, tokenizer, vocab_size, stop))
 
-    matcher = LLMatcher(_tokens(tokenizer, vocab_size, stop), source, log_level=0)
-    if matcher.is_error():
-        reason = " ".join(matcher.get_error().split())
-        raise UserError(f"response_format must be a grammar that compiles, got an error ({reason:.300}): change it")
-    return matcher
+
+def compile_untrusted(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int,
+    stop: frozenset[int],
+    wanted: Callable[[], bool],
+) -> CompiledGrammar:
+    """Compile a grammar if that takes at most 10 s and 1 GiB, which another process tries first; one at a time.
+
+    Args:
+        source: the grammar, in Lark.
+        tokenizer: as in `grammar_of`, as is what follows.
+        vocab_size: as there.
+        stop: as there.
+        wanted: returns false when the result is not needed any more.
+
+    Raises:
+        UserError: as `grammar_of`, and for a grammar that exceeds the limits, that no finite text matches, or that is
+            not wanted any more.
+    """
+    key = (source, tokenizer, vocab_size, stop)
+    found = _grammars.find(key)
+    if found is None:
+        _tokens(tokenizer, vocab_size, stop)  # checks the tokenizer
+        found = _grammars.add(key, _checker(tokenizer, vocab_size).check(source, wanted))
+    return found
+
+
+class _Checker:
+    """The process that tries grammars of one tokenizer; see grammar_check.py."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def check(self, source: str, wanted: Callable[[], bool]) -> int:
+        """The bytes of a compiled grammar; raises as `compile_untrusted`."""
+        with _checking:
+            if not wanted():
+                raise _refused("its client has left")
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._process = self._started()
+            assert process.stdin is not None and process.stdout is not None
+            left = False
+            to_process, from_process = process.stdin.fileno(), process.stdout.fileno()
+            answered = select.poll()  # select() knows the first 1024 descriptors
+            answered.register(from_process, select.POLLIN)
+            try:
+                grammar_check.write_frame(to_process, json.dumps(source).encode())
+                while not answered.poll(_LOOK_MILLISECONDS):
+                    if not left and not wanted():
+                        left = True
+                        grammar_check.write_frame(to_process, b"")
+                answer = json.loads(grammar_check.read_frame(from_process) or b"{}")
+            except BrokenPipeError:
+                answer = {}
+            if left:
+                raise _refused("its client has left")
+            if "bytes" in answer:
+                return int(answer["bytes"])
+            if not answer:
+                process.kill()
+            raise _refused(answer.get("error", "the process that compiles has ended"))
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        backend = copy.copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        process = subprocess.Popen(  # nosec B603 - this interpreter and a file of this package
+            [sys.executable, "-P", grammar_check.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "RAYON_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,
+            bufsize=0,
+        )
+        assert process.stdin is not None
+        limits = {"seconds": _MOST_SECONDS, "memory_bytes": _MOST_BYTES}
+        given = {"tokenizer": backend.to_str(), "vocab_size": self._vocab_size, "stop": [0], "limits": limits}
+        grammar_check.write_frame(process.stdin.fileno(), json.dumps(given).encode())
+        return process
+
+
+_checking = threading.Lock()
+_checker = functools.lru_cache(maxsize=8)(_Checker)
+
+
+def _refused(reason: str) -> UserError:
+    return UserError(f"response_format must be a grammar that compiles, got an error ({reason:.300}): change it")
 
 
 @functools.lru_cache(maxsize=8)

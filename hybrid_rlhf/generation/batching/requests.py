@@ -8,13 +8,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation.batching.grammar import Grammar, grammar_of, require_grammars, source_of
+from hybrid_rlhf.generation.batching.grammar import (
+    CompiledGrammar,
+    Grammar,
+    compile_untrusted,
+    compiled_grammar,
+    grammar_of,
+    require_grammars,
+    source_of,
+)
 from hybrid_rlhf.generation.batching.stop_strings import StopStrings, stop_strings
 from hybrid_rlhf.generation.sampling import (
     Completion,
@@ -139,7 +148,9 @@ class Request:
             self.top.append(
                 [(int(candidate), value) for candidate, value in zip(top[:half][:count], top[half:], strict=False)]
             )
-        if self.grammar is not None and token not in self.stop:
+        if self.grammar is not None and token in self.stop:
+            self.grammar.end()
+        elif self.grammar is not None:
             self.grammar.append(token)
         if token in self.stop or self._ends_with_stop_string():
             self.finish_reason = "stop"
@@ -265,9 +276,14 @@ class RequestMaker:
         return 0 if name is None else self.adapters[name]
 
     def requests(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        first_sample: int = 0,
     ) -> list[Request]:
-        """Return one request per sample of each prompt; arguments as in `GenerationEngine.generate`."""
+        """Return one request per sample of each prompt; arguments as in `GenerationEngine.generate`, and the number of
+        the first sample."""
         params_of_prompts = per_request(sampling, len(prompts))
         for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True)):
             self._check_tokens(index, prompt, params)
@@ -284,7 +300,7 @@ class RequestMaker:
                 grammar=self.grammar(params),
             )
             for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True))
-            for sample in range(params.n)
+            for sample in range(first_sample, first_sample + params.n)
         ]
 
     def _stop(self, params: SamplingParams) -> frozenset[int]:
@@ -297,13 +313,28 @@ class RequestMaker:
         Raises:
             UserError: for a grammar that does not compile, or an engine that has no tokenizer for it.
         """
-        if params.response_format is None:
-            return None
+        return None if params.response_format is None else grammar_of(**self._grammar_source(params))
+
+    def compiled_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+        """The grammar of a response format if it is compiled; raises as `grammar`."""
+        return compiled_grammar(**self._grammar_source(params))
+
+    def compile_untrusted(self, params: SamplingParams, wanted: Callable[[], bool]) -> CompiledGrammar:
+        """Compile the grammar of a response format within limits; see `grammar.compile_untrusted`."""
+        return compile_untrusted(**self._grammar_source(params), wanted=wanted)
+
+    def _grammar_source(self, params: SamplingParams) -> dict[str, Any]:
         if self.tokenizer is None:
             raise UserError("response_format needs a tokenizer, the engine has none: give it one")
         require_grammars()
+        assert params.response_format is not None
         source = source_of(params.response_format)
-        return grammar_of(source, self.tokenizer, vocab_size=self.vocab_size, stop=self._stop(params))
+        return {
+            "source": source,
+            "tokenizer": self.tokenizer,
+            "vocab_size": self.vocab_size,
+            "stop": self._stop(params),
+        }
 
     def _check_tokens(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise UserError if a prompt is empty, a token of it or a stop token is not in the vocabulary, or top_k does

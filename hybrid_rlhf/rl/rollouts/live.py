@@ -357,10 +357,13 @@ class LiveBatch:
         """
         return self._only_batch().call(function)
 
-    def prepare(self, params: SamplingParams) -> None:
-        """As `OpenBatch.prepare`; a batch that is not open compiles later."""
-        if self._batch is not None:
-            self._batch.prepare(params)
+    def compiled_grammar(self, params: SamplingParams) -> object:
+        """The grammar of a run, which its config has; it is compiled when it is needed."""
+        return params.response_format
+
+    def compile_grammar(self, params: SamplingParams, wanted: Callable[[], bool]) -> object:
+        """As `compiled_grammar`."""
+        return self.compiled_grammar(params)
 
     def prompt_logprobs(
         self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0

@@ -26,8 +26,8 @@ from hybrid_rlhf.serving.training.futures import Gone
 from hybrid_rlhf.serving.training.routes import add_results, add_routes, add_views
 from hybrid_rlhf.serving.training.service import TrainingService
 from hybrid_rlhf.serving.training.store import UnknownObject
-from hybrid_rlhf.serving.training.tenants import QuotaExceeded, Tenants
-from hybrid_rlhf.serving.web import AccessRules, add_error_answers
+from hybrid_rlhf.serving.training.tenants import QuotaExceeded, Tenant, Tenants
+from hybrid_rlhf.serving.web import AccessRules, Arriving, add_error_answers
 
 _STATUSES: dict[type[Exception], int] = {UserError: 400, UnknownObject: 404, Gone: 410, QuotaExceeded: 429}
 _OPEN_PATHS = ("/metrics", f"{API}/healthz")
@@ -46,6 +46,10 @@ class TenantAdmission(Admission):
         """Take the keys, and what Admission takes."""
         super().__init__(app, **settings)
         self._tenants = tenants
+
+    def _arriving(self, scope: Scope) -> Arriving:
+        tenant: Tenant | None = scope.get("state", {}).get("tenant")
+        return super()._arriving(scope) if tenant is None else tenant.arriving
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         try:

@@ -17,8 +17,8 @@ _Id = Annotated[str, Field(min_length=1, max_length=200)]
 _Seq = Annotated[int, Field(ge=0, le=2**53)]
 _Command = Annotated[int, Field(ge=1, le=2**53)]
 _Path = Annotated[str, Field(min_length=1, max_length=500)]
-_Number = Annotated[float, Field(ge=0, strict=False)]
-_Coefficient = Annotated[float, Field(ge=0, lt=1, strict=False)]
+_Number = Annotated[float, Field(ge=0)]
+_Coefficient = Annotated[float, Field(ge=0, lt=1)]
 _Seconds = Annotated[int, Field(ge=1, le=2**31)]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _MOST_METADATA = 2**14
@@ -108,7 +108,7 @@ class AdamBody(_Body):
     learning_rate: _Number = 1e-4
     beta1: _Coefficient = 0.9
     beta2: _Coefficient = 0.95
-    eps: Annotated[float, Field(gt=0, strict=False)] = 1e-12
+    eps: Annotated[float, Field(gt=0)] = 1e-12
     weight_decay: _Number = 0.0
     grad_clip_norm: _Number = 0.0
 
@@ -207,7 +207,7 @@ class SamplingBody(_Body):
     stop: StopTexts | Annotated[list[_Token], Field(fail_fast=True, max_length=MOST_STOP_TOKENS)] | None = None
     temperature: _Number = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
-    top_p: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 class SampleBody(_Body):

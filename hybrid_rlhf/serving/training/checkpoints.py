@@ -107,7 +107,9 @@ def add_files(router: APIRouter, service: TrainingService) -> None:
         expires = int(time.time()) + _FILE_SECONDS
         urls = {}
         for file in sorted(checkpoint.folder.iterdir()):
-            if not file.is_file() or file.name == META_FILE:  # a folder of the operator's may have others in it
+            if file.is_symlink() or not file.is_file() or file.name == META_FILE:
+                continue
+            if checkpoint.tenant is None and file.name not in _ADAPTER_FILES:  # another file of the operator's
                 continue
             place = f"{expires}/{run_id}/{kind}/{name}/{file.name}"
             urls[file.name] = f"{request.base_url}{FILES[1:]}{signature(place)}/{quote(place)}"

@@ -7,6 +7,7 @@ place of the request), so that a request that is sent again finds the first one'
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ class Future:
         may contain data of other clients."""
         by_user = isinstance(error, (UserError, UnknownObject))
         text = str(error)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error = CommandFailed(text := f"{name} has failed, the disk of the server is full: delete checkpoints")
         if not by_user and not isinstance(error, CommandFailed):
             logger.error("%s has failed: %s", name, self.request_id, exc_info=error)
             text = f"{name} has failed, the log of the server tells why"

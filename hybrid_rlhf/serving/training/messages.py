@@ -44,8 +44,6 @@ _DTYPES: dict[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), 2: np.dtype("<i8
 _WIRE_BYTES = {1: 8, 5: 4}
 """Bytes of a value by its type on the wire."""
 _MOST_FIELDS = 2**18
-_MOST_DATA = 4096
-"""Largest number of sequences of a command; the client sends 1024."""
 _STOP_REASONS = {"stop": 0, "length": 1}
 
 
@@ -118,8 +116,6 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         message.ParseFromString(body)
     except DecodeError as error:
         raise UserError("the body must be a ForwardBackwardRequest in protobuf, got other bytes: send one") from error
-    if len(message.data) > _MOST_DATA:
-        raise UserError(f"data must have at most {_MOST_DATA} datums, got {len(message.data)}: send several commands")
     if not message.model_id:
         raise UserError("model_id must name a model, got none: create one and send its id")
     config: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}

@@ -11,9 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid_rlhf.serving.training.futures import Answer, Future
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.training.futures import Answer, CommandFailed, Future
 from hybrid_rlhf.serving.training.store import Run
 from hybrid_rlhf.serving.training.tenants import FairShare, Tenant
+
+BACKWARD = "forward_backward"
+"""Name of the commands that add to a gradient."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Model:
     ready: bool = False
     """True when its adapter is in the engine; it is put there before its next command."""
     has_gradient: bool = False
-    broken: str | None = None
+    broken: UserError | CommandFailed | None = None
     """Why a backward pass since the last step has failed: the step would use a part of the gradient."""
     saved: bool = True
     """True if its state is its run's saved one."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.serving.admission import Activity
@@ -36,6 +36,7 @@ from hybrid_rlhf.serving.training.requests import Sender, body_of, json_object, 
 from hybrid_rlhf.serving.training.service import TrainingService
 from hybrid_rlhf.serving.training.store import JsonObject
 from hybrid_rlhf.serving.training.tenants import Tenant
+from hybrid_rlhf.serving.web import FiniteJSON
 
 
 def add_routes(router: APIRouter, service: TrainingService) -> None:
@@ -145,4 +146,4 @@ def add_results(router: APIRouter, service: TrainingService, activity: Activity,
         if isinstance(future.answer, bytes):
             return Response(future.answer, media_type="application/x-protobuf")
         waiting = {"type": "try_again", "request_id": future.request_id, "queue_state": "active"}
-        return JSONResponse(waiting if future.answer is None else future.answer)
+        return FiniteJSON(waiting if future.answer is None else future.answer)

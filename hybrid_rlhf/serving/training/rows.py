@@ -14,6 +14,9 @@ from hybrid_rlhf.serving.training.losses import check_loss, sequence_loss
 from hybrid_rlhf.serving.training.messages import ForwardBackward, forward_backward_output, read_datum
 from hybrid_rlhf.serving.training.queue import Command, PackedRow
 
+_MOST_DATA = 4096
+"""Largest number of sequences of a command; the client sends 1024."""
+
 
 def packed_rows(request: ForwardBackward, base: LoadedBase) -> Sequence[PackedRow]:
     """The rows of a command for the engine.
@@ -22,8 +25,8 @@ def packed_rows(request: ForwardBackward, base: LoadedBase) -> Sequence[PackedRo
         UserError: for a loss, a sequence or an input of it that cannot be computed.
     """
     check_loss(request.loss, request.loss_config)
-    if not len(request.data):
-        raise UserError("data must have at least one datum, got none: send some")
+    if not 1 <= len(request.data) <= _MOST_DATA:
+        raise UserError(f"data must have 1 to {_MOST_DATA} datums, got {len(request.data)}: send as many")
     rows = []
     for index, message in enumerate(request.data):
         datum = read_datum(message, index)

@@ -1,17 +1,19 @@
 """Sampling with the weights that training has saved: an open batch of the generation engine, whose requests have
 different adapters.
 
-Requests enter the batch in turn among the tenants (tenants.py). The adapters that were used last stay in the engine;
-others are read from their checkpoints when they are asked for.
+Samples enter the batch one by one, in turn among the tenants (tenants.py), and leave a row to those that have none. The
+adapters that were used last stay in the engine; others are read from their checkpoints when they are asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import secrets
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -28,7 +30,7 @@ from hybrid_rlhf.serving.training.futures import Future
 from hybrid_rlhf.serving.training.messages import sample_response
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
 from hybrid_rlhf.serving.training.store import Checkpoint
-from hybrid_rlhf.serving.training.tenants import FairShare
+from hybrid_rlhf.serving.training.tenants import FairShare, Tenant
 
 
 @dataclass(eq=False)
@@ -55,13 +57,31 @@ class SampleJob:
     """Number of tokens at the end of the prompt whose log-probs are returned; None: none are asked for."""
     task: asyncio.Task[None] | None = None
     """What samples it; None: it waits for its turn."""
+    admitted: int = 0
+    """Number of samples that have had their turn."""
+    submitted: int = 0
+    """Number of samples that are in the batch, or were."""
+    running: int = 0
+    """Number of admitted samples that have not ended."""
+    adapter: str | None = None
+    """Name of its weights in the engine."""
+    is_ready: bool = False
+    """True when its weights are in the engine."""
+    submissions: list[Any] = field(default_factory=list)
+    completions: dict[int, Completion] = field(default_factory=dict)
+    alternatives: dict[int, list[Sequence[tuple[int, float]]]] = field(default_factory=dict)
+    error: BaseException | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when all samples have ended, or one has failed."""
 
 
 class Samplers:
     """Samples for all tenants. Used on the event loop only."""
 
-    def __init__(self, base: LoadedBase, *, resident: int, metrics: TrainingMetrics) -> None:
-        """Take the base, and the number of adapters that stay in the engine that generates with it."""
+    def __init__(self, base: LoadedBase, *, resident: int, metrics: TrainingMetrics, is_shared: bool) -> None:
+        """Take the base, the number of adapters that stay in the engine that generates with it, what is counted, and
+        whether there are several tenants."""
+        self._is_shared = is_shared
         self._lm = base.engine.lm
         self._engine = base.generation
         self.batch = base.batch
@@ -101,7 +121,7 @@ class Samplers:
             top_k=max(0, params.top_k),
             stop=tuple(text for text in stop if isinstance(text, str)),
             stop_token_ids=tuple(token for token in stop if isinstance(token, int)),
-            seed=params.seed,
+            seed=secrets.randbelow(2**63) if params.seed is None else params.seed,  # the same for all parts
         )
         wanted = body.prompt_logprobs_last_n or len(prompt)
         return SampleJob(
@@ -115,18 +135,33 @@ class Samplers:
         self._start_next()
 
     def _start_next(self) -> None:
-        while self._waiting:
+        """Admit samples, in turn among the tenants, while rows are free."""
+        rows = self.batch.rows
+        kept = int(self._is_shared and rows > 1)  # the last row is for those that have none
+        used = Counter[Tenant]()
+        for job in self._running:
+            used[job.future.tenant] += job.running
+        admitted: dict[SampleJob, None] = {}
+        while (free := rows - used.total()) > 0:
             self._share.update(job.future.tenant for job in self._waiting)
-            job = self._share.next(self._waiting, lambda job: job.future.tenant)
-            samples = job.sampling.n
-            if self._running and samples + sum(other.sampling.n for other in self._running) > self.batch.rows:
-                return
-            self._waiting.remove(job)
-            self._share.charge(job.future.tenant, len(job.prompt) + samples * job.sampling.max_new_tokens)
+            ready = [job for job in self._waiting if free > kept or not used[job.future.tenant]]
+            if not ready:
+                break
+            job = self._share.next(ready, lambda job: job.future.tenant)
+            self._share.charge(job.future.tenant, len(job.prompt) + job.sampling.max_new_tokens)
+            job.admitted += 1
+            job.running += 1
+            used[job.future.tenant] += 1
+            if job.admitted == job.sampling.n:
+                self._waiting.remove(job)
             self._running.add(job)
-            job.task = asyncio.get_running_loop().create_task(self._sample(job))
-            job.task.add_done_callback(partial(self._end, job))
-        self._share.update(())
+            admitted[job] = None
+        for job in admitted:
+            if job.task is None:
+                job.task = asyncio.get_running_loop().create_task(self._sample(job))
+                job.task.add_done_callback(partial(self._end, job))
+            elif job.is_ready:
+                self._submit(job)
 
     async def _sample(self, job: SampleJob) -> None:
         weights = None if job.checkpoint is None else self._weights_of(job.checkpoint)
@@ -134,7 +169,9 @@ class Samplers:
             if weights is not None:
                 weights.running += 1
                 await asyncio.shield(weights.loading)
-            job.future.finish(await self._completed(job, None if weights is None else weights.name))
+                job.adapter = weights.name
+            job.is_ready = True
+            job.future.finish(await self._completed(job))
         except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
             job.future.fail_with(error, "sampling")
         finally:
@@ -142,40 +179,68 @@ class Samplers:
                 weights.running -= 1
 
     def _end(self, job: SampleJob, _: object) -> None:
-        self._running.remove(job)
+        if job in self._waiting:
+            self._waiting.remove(job)
+        self._running.discard(job)
         self._start_next()
 
-    async def _completed(self, job: SampleJob, adapter: str | None) -> bytes:
+    async def _completed(self, job: SampleJob) -> bytes:
+        self._submit(job)
+        try:
+            logprobs = None
+            if job.prompt_logprobs is not None:
+                future = self.batch.prompt_logprobs(job.prompt, adapter=job.adapter)
+                whole = [float("nan"), *(await asyncio.wrap_future(future)).logprobs]
+                unscored = max(0, len(job.prompt) - job.prompt_logprobs)
+                logprobs = [float("nan")] * unscored + whole[unscored:]
+            await job.ended.wait()
+        finally:
+            job.is_ready = False
+            for submission in job.submissions:  # what is left of it, when the job was cancelled or has failed
+                self.batch.cancel(submission)
+        if isinstance(job.error, UserError):
+            raise job.error
+        if len(job.completions) < job.sampling.n:
+            raise RuntimeError("the batch has ended, or this request in it has failed") from job.error
+        tokens = sum(len(completion.token_ids) for completion in job.completions.values())
+        self._metrics.sampled_tokens.labels(job.future.tenant.name).inc(tokens)
+        return sample_response(job.completions, job.alternatives, logprobs)
+
+    def _submit(self, job: SampleJob) -> None:
+        """Submit the admitted samples of a job that are not in the batch."""
         loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-        completions: dict[int, Completion] = {}
-        alternatives: dict[int, list[Sequence[tuple[int, float]]]] = {}
+        place = len(job.submissions)
 
         def deliver(tokens: list[StreamedToken]) -> None:
             for token in tokens:
                 if job.top_logprobs:
-                    alternatives.setdefault(token.sample, []).append(token.top)
+                    job.alternatives.setdefault(token.sample, []).append(token.top)
                 if token.completion is not None:
-                    completions[token.sample] = token.completion
-            if not tokens or len(completions) == job.sampling.n:
-                loop.call_soon_threadsafe(ended.set)
+                    job.completions[token.sample] = token.completion
+            finished = sum(token.completion is not None for token in tokens)
+            if finished or not tokens:
+                loop.call_soon_threadsafe(self._delivered, job, place, finished)
 
-        submission = self.batch.submit(PromptBatch([job.prompt], job.sampling, job.top_logprobs, adapter), deliver)
+        count = job.admitted - job.submitted
+        if not count:
+            return
+        sampling = replace(job.sampling, n=count)
+        prompts = PromptBatch([job.prompt], sampling, job.top_logprobs, job.adapter, first_sample=job.submitted)
+        job.submitted = job.admitted
         try:
-            logprobs = None
-            if job.prompt_logprobs is not None:
-                future = self.batch.prompt_logprobs(job.prompt, adapter=adapter)
-                whole = [float("nan"), *(await asyncio.wrap_future(future)).logprobs]
-                unscored = max(0, len(job.prompt) - job.prompt_logprobs)
-                logprobs = [float("nan")] * unscored + whole[unscored:]
-            await ended.wait()
-        finally:
-            self.batch.cancel(submission)  # what is left of it, when the job was cancelled or has failed
-        if len(completions) < job.sampling.n:
-            raise RuntimeError("the batch has ended, or this request in it has failed") from submission.error
-        tokens = sum(len(completion.token_ids) for completion in completions.values())
-        self._metrics.sampled_tokens.labels(job.future.tenant.name).inc(tokens)
-        return sample_response(completions, alternatives, logprobs)
+            job.submissions.append(self.batch.submit(prompts, deliver))
+        except Exception as error:  # noqa: BLE001 - reported to the client of the job
+            job.error = error
+            job.ended.set()
+
+    def _delivered(self, job: SampleJob, place: int, finished: int) -> None:
+        """Count samples of a submission that have ended; none: it has failed."""
+        job.running -= finished
+        if not finished:
+            job.error = job.submissions[place].error
+        if not finished or len(job.completions) == job.sampling.n:
+            job.ended.set()
+        self._start_next()
 
     def _cancel(self, job: SampleJob) -> None:
         if job.task is None:

@@ -109,7 +109,7 @@ def training_service(
         base.engine.remove(SERVER_RUN)
         rank = stored_adapter(str(place)).rank
         store.add(Checkpoint(SERVER_RUN, "weights", name, None, rank, 0, time.time(), 0, folder=place))
-    samplers = Samplers(base, resident=config.max_resident_adapters, metrics=metrics)
+    samplers = Samplers(base, resident=config.max_resident_adapters, metrics=metrics, is_shared=len(api_keys) > 1)
     return TrainingService(
         base,
         samplers,

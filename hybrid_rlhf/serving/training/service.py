@@ -33,7 +33,7 @@ from hybrid_rlhf.serving.training.bodies import (
 from hybrid_rlhf.serving.training.futures import Answer, Futures, Gone
 from hybrid_rlhf.serving.training.messages import read_forward_backward
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
-from hybrid_rlhf.serving.training.queue import Command, CommandQueue, Model, PackedRow
+from hybrid_rlhf.serving.training.queue import BACKWARD, Command, CommandQueue, Model, PackedRow
 from hybrid_rlhf.serving.training.rows import packed_rows
 from hybrid_rlhf.serving.training.sampling import Samplers
 from hybrid_rlhf.serving.training.sessions import Sessions
@@ -100,6 +100,7 @@ class TrainingService:
 
     def create_session(self, tenant: Tenant, body: SessionBody, _: bytes) -> JsonObject:
         """Begin a session."""
+        self.store.require_record(tenant.name)
         return {"session_id": self.sessions.create(tenant, body.user_metadata), "type": "create_session"}
 
     def heartbeat(self, tenant: Tenant, body: SessionId, _: bytes) -> JsonObject:
@@ -140,7 +141,10 @@ class TrainingService:
 
     def _new_run(self, tenant: Tenant, session_id: str, number: int, metadata: JsonObject | None) -> Run:
         self.sessions.find(session_id, tenant)
-        return Run(f"{session_id}:train:{number}", tenant.name, session_id, metadata=metadata or {})
+        run_id = f"{session_id}:train:{number}"
+        if run_id not in self.store.runs:
+            self.store.require_record(tenant.name)
+        return Run(run_id, tenant.name, session_id, metadata=metadata or {})
 
     def _create(self, tenant: Tenant, run: Run, content: bytes, answer: JsonObject) -> JsonObject:
         """Accept a new model; `answer` is its result, whose type is the command's name."""
@@ -212,7 +216,8 @@ class TrainingService:
             work = packed_rows(request, self.base)
         except Exception as error:  # noqa: BLE001 - it fails in its place, or later ones would wait for ever
             work = partial(_raise, error)
-        return partial(self._submit, tenant, "forward_backward", body, content, lambda *_: work)
+        name = "forward" if request.forward_only else BACKWARD
+        return partial(self._submit, tenant, name, body, content, lambda *_: work)
 
     def optim_step(self, tenant: Tenant, body: OptimStepBody, content: bytes) -> JsonObject:
         """Accept an update."""
@@ -249,8 +254,8 @@ class TrainingService:
         seq = model.last_seq + 1 if body.seq_id is None else body.seq_id
         if known is None and (body.seq_id is None or seq > model.next_seq):  # updates may be missing
             raise Gone(
-                f"the server has stopped since, and the updates of {run.run_id} after "
-                f"{run.saved_path or 'its beginning'} are lost: create a training client from that state"
+                f"{run.run_id} has left the server, which was stopped or had no request for long, and its "
+                f"updates after {run.saved_path or 'its beginning'} are lost: create a training client from that state"
             )
         request_id = f"{run.run_id}:{seq}"
         fills_gap = seq == model.next_seq and bool(model.waiting)

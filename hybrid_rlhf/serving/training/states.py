@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from hybrid_rlhf.models.lora import linear_layers
 from hybrid_rlhf.models.pretrained.adapters import stored_adapter
 from hybrid_rlhf.serving.training.base import LoadedBase
 from hybrid_rlhf.serving.training.bodies import CheckpointBody, LoadBody, SaveBody, SaveForSamplerBody
-from hybrid_rlhf.serving.training.futures import Answer, CommandFailed
+from hybrid_rlhf.serving.training.futures import Answer
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
 from hybrid_rlhf.serving.training.queue import Model
 from hybrid_rlhf.serving.training.store import Checkpoint, Run, Store, checked_name
@@ -75,7 +76,7 @@ class ModelStates:
 
         Raises:
             CommandFailed: when a backward pass has failed; the gradient is discarded.
-            UserError: when there is no gradient.
+            UserError: when a backward pass was refused, as well; when there is no gradient.
         """
         broken = model.broken
         if broken is not None or not model.has_gradient:
@@ -83,13 +84,14 @@ class ModelStates:
             model.has_gradient = False
             model.broken = None
             if broken is not None:
-                raise CommandFailed(f"a backward pass of this step has failed, and the step is left out: {broken}")
+                raise type(broken)(f"a backward pass of this step has failed, and the step is left out: {broken}")
             raise UserError("optim_step needs a forward_backward since the last one, got none: send one first")
         model.saved = False  # also if the step fails half way
         stats = self.engine.step(model.run.run_id, adam)
         model.has_gradient = False
         self._metrics.steps.labels(model.run.tenant).inc()
-        metrics = {key: stats[key] for key in ("grad_norm", "skipped")}  # a step would replace the client's own
+        # a step would replace the client's own; a norm that is not finite is no number of JSON, and `skipped` tells it
+        metrics = {key: stats[key] for key in ("grad_norm", "skipped") if math.isfinite(stats[key])}
         return {"metrics": metrics, "type": "optim_step"}
 
     def load(self, model: Model, body: LoadBody) -> Answer:
@@ -182,9 +184,12 @@ class ModelStates:
             folder.mkdir()
             for file, content in files.items():
                 (folder / file).write_bytes(content)
-            self.engine.load(checkpoint.run_id, folder)
-            self.engine.remove(checkpoint.run_id)
-            checkpoint.rank = stored_adapter(str(folder)).rank
+            try:
+                self.engine.load(checkpoint.run_id, folder)
+                self.engine.remove(checkpoint.run_id)
+                checkpoint.rank = stored_adapter(str(folder)).rank
+            except UserError as error:  # its text names a folder of the server
+                raise UserError(str(error).replace(f"{folder}/", "").replace(str(folder), name)) from error
 
         self.store.write_checkpoint(checkpoint, save, overwrite=False)
         return checkpoint.path

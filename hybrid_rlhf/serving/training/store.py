@@ -41,6 +41,10 @@ KEPT_SAMPLERS = 8
 """Number of unnamed sampler checkpoints of a run that are kept."""
 
 
+MOST_RECORDS = 2**14
+"""Number of sessions, sampling sessions and runs of a key: they stay in memory, and in a file each."""
+
+
 class UnknownObject(Exception):
     """A request names something that is not there, or that another key owns."""
 
@@ -151,6 +155,18 @@ class Store:
         for run_id in [*self.runs]:  # of a server that was killed between the end of a session and that of its runs
             self._delete_unused(run_id)
 
+    def require_record(self, tenant: str) -> None:
+        """Raise UserError when a key may not have another session, sampling session or run."""
+        owned = [
+            sum(record["tenant"] == tenant for record in list(kind.values())) for kind in (self.sessions, self.samplers)
+        ]
+        count = sum(owned) + sum(run.tenant == tenant for run in list(self.runs.values()))
+        if count >= MOST_RECORDS:
+            raise UserError(
+                f"key {tenant} has {count} sessions, sampling sessions and runs, at most {MOST_RECORDS}: wait until "
+                "old ones end, seven days after their last request"
+            )
+
     def write_run(self, run: Run) -> None:
         """Write a run, and know it."""
         folder = self._runs_folder / run.run_id
@@ -168,6 +184,8 @@ class Store:
         record = {"tenant": tenant, "path": path}
         if self.samplers.get(sampler_id, record) != record:
             raise UserError(f"a sampling session keeps its weights, {sampler_id} has others: number it anew")
+        if sampler_id not in self.samplers:
+            self.require_record(tenant)
         self.samplers.write(sampler_id, **record)
 
     def write_checkpoint(self, checkpoint: Checkpoint, save: Callable[[Path], None], *, overwrite: bool) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
+
+from hybrid_rlhf.serving.web import Arriving
 
 ItemT = TypeVar("ItemT")
 KEY_START = "tml-"
@@ -42,6 +44,12 @@ class Tenant:
     queued_bytes: int = 0
     accepted: int = 0
     """Number of requests so far."""
+    arriving: Arriving = field(init=False)
+    """Its bodies that are not read yet."""
+
+    def __post_init__(self) -> None:
+        """Limit the bodies that arrive as those that wait."""
+        self.arriving = Arriving(self.quotas.queued_bytes)
 
     def admit(self, size: int, *, always: bool = False) -> None:
         """Count a request of this many bytes.

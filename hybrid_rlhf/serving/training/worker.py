@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.serving.training.futures import CommandFailed
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
-from hybrid_rlhf.serving.training.queue import Command, CommandQueue, Model, TakenRow
+from hybrid_rlhf.serving.training.queue import BACKWARD, Command, CommandQueue, Model, TakenRow
 from hybrid_rlhf.serving.training.rows import forward_backward_answer
 from hybrid_rlhf.serving.training.sessions import Sessions
 from hybrid_rlhf.serving.training.states import ModelStates
@@ -122,6 +123,8 @@ class EngineWorker:
             command.future.finish(await self.on_engine(command.run))
         except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
             command.future.fail_with(error, command.name)
+            if command.name == BACKWARD:  # refused, as others have rows
+                model.broken = _reason(error)
         model.end()
         if model.run.run_id not in self._states.store.runs:  # it was not made
             await self._leave(model)
@@ -197,9 +200,15 @@ class EngineWorker:
 
 def _break(command: Command, error: Exception) -> None:
     """Fail a command whose rows cannot be computed; the step that their gradient is for is left out too."""
-    by_user = isinstance(error, UserError)
-    text = str(error) if by_user else f"{type(error).__name__}: the log of the server tells why"
-    command.future.fail(f"forward_backward has failed: {text}", by_user=by_user)
+    reason = _reason(error)
+    command.future.fail(f"forward_backward has failed: {reason}", by_user=isinstance(reason, UserError))
     if command.rows[0].learns:
-        command.model.broken = text
+        command.model.broken = reason
     command.model.end()
+
+
+def _reason(error: Exception) -> UserError | CommandFailed:
+    """What a client learns of an error."""
+    if isinstance(error, UserError):
+        return error
+    return CommandFailed(f"{type(error).__name__}: the log of the server tells why")

@@ -1,0 +1,129 @@
+"""Limits of connections, which anyone has who reaches the port: their number, the time for headers, and the lines that
+they cause in the log.
+
+uvicorn counts a connection against its limits only when a request has arrived, and asyncio logs each one that finds no
+free descriptor with a traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+HEADER_SECONDS = 30.0
+"""Time from the first byte of a request, or the beginning of its connection, to the end of its headers."""
+_MOST_DESCRIPTORS = 16_384
+_OTHER_DESCRIPTORS = 256
+"""Descriptors for files and what has been accepted but not counted yet."""
+BACKLOG = 128
+"""Connections that the loop accepts at a time; it logs each one for which there is no descriptor."""
+_LINES = 60
+_LINES_SECONDS = 60.0
+
+
+def raise_descriptors() -> int:
+    """Raise the limit of descriptors as far as this process may; returns the number of connections that fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    most = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)
+    return max(most // 2, most - _OTHER_DESCRIPTORS)
+
+
+_Protocol: Any = AutoHTTPProtocol
+
+
+class LimitedProtocol(_Protocol):  # type: ignore[misc]  # httptools' or h11's
+    """uvicorn's protocol of a connection; connections above a number, and those without headers in time, are closed."""
+
+    most = _MOST_DESCRIPTORS
+    """Largest number of connections."""
+    header_seconds = HEADER_SECONDS
+    _refused = False
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Begin a connection."""
+        if len(self.connections) >= self.most:
+            self._refused = True
+            transport.abort()
+            return
+        super().connection_made(transport)
+        self._wait_for_headers()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End a connection."""
+        self._stop_waiting()
+        if not self._refused:
+            super().connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes."""
+        if self._refused:
+            return
+        super().data_received(data)
+        if self._is_asked():
+            self._stop_waiting()
+        else:
+            self._wait_for_headers()
+
+    def _is_asked(self) -> bool:
+        """True while a request is answered, or its body arrives."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait_for_headers(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.header_seconds, self._close_unless_asked)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _close_unless_asked(self) -> None:
+        self._timer = None
+        if not self._is_asked():
+            self.transport.abort()
+
+
+def limited_protocol(most: int) -> type[LimitedProtocol]:
+    """The protocol of a server with at most so many connections."""
+    return type("ServerProtocol", (LimitedProtocol,), {"most": most})
+
+
+class FewLines(logging.Filter):
+    """Passes 60 records a minute, so that a flood of requests does not fill a disk; the next one after that tells how
+    many were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._start = time.monotonic()
+        self._count = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """True for a record that is written."""
+        now = time.monotonic()
+        left_out = self._count - _LINES
+        if now - self._start > _LINES_SECONDS:
+            self._start = now
+            self._count = 0
+            if left_out > 0:
+                record.msg = f"{record.getMessage()} ({left_out} lines before it were left out)"
+                record.args = ()
+        self._count += 1
+        return self._count <= _LINES
+
+
+def limit_lines() -> None:
+    """Limit the lines of what requests make asyncio and uvicorn log."""
+    for name in ("asyncio", "uvicorn.error"):
+        target = logging.getLogger(name)
+        if not any(isinstance(known, FewLines) for known in target.filters):
+            target.addFilter(FewLines())
