@@ -16,11 +16,13 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_rlhf.board.routes.answers import error_answer
-from hybrid_rlhf.serving.web import AccessRules, limited
+from hybrid_rlhf.serving.web import AccessRules, Arriving, limited
 
 COOKIE = "board_token"
 MOST_BODY_BYTES = 4 * 2**20
 """Limit of a body; a completion of a hundred thousand tokens is a tenth of it."""
+_ARRIVING_BODIES = 16
+"""Number of largest bodies that may arrive at a time."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -39,6 +41,7 @@ class BoardAccess:
         self._app = app
         self._token = token
         self._rules = AccessRules(host)
+        self._arriving = Arriving(_ARRIVING_BODIES * MOST_BODY_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -55,7 +58,8 @@ class BoardAccess:
 
         headers = Headers(scope=scope)
         refusal = self._refusal(scope, headers)
-        await (self._app if refusal is None else refusal)(scope, limited(receive, MOST_BODY_BYTES), with_headers)
+        with limited(receive, MOST_BODY_BYTES, self._arriving) as body:
+            await (self._app if refusal is None else refusal)(scope, body, with_headers)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """The answer that refuses a request; None if it is admitted."""
