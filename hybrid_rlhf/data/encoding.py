@@ -25,7 +25,7 @@ from hybrid_rlhf.data.chat.conversation import (
     head_tokens,
 )
 from hybrid_rlhf.data.chat.messages import Message, Tools
-from hybrid_rlhf.data.chat.template import refused, unrendered
+from hybrid_rlhf.data.chat.template import has_value, refused, unrendered
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import (
     ConversationRow,
@@ -183,7 +183,7 @@ def _has_key(value: Any, key: str) -> bool:
     """Return True if a column has a message with a key."""
     if isinstance(value, list):
         return any(_has_key(item, key) for item in value)
-    return isinstance(value, dict) and bool(value.get(key))
+    return isinstance(value, dict) and has_value(value, key)
 
 
 def _ignored(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None) -> str:

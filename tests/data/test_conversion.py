@@ -128,6 +128,19 @@ def test_weights_of_turns_are_kept(write_jsonl: Write) -> None:
     assert "the weight of a turn must be 0 or 1, got 0.5" in report.problems.texts[0]
 
 
+def test_all_keys_of_a_turn_of_sharegpt_are_kept(write_jsonl: Write) -> None:
+    """All keys but the weight were dropped: turns with `train: false` were learned, and their reasoning was lost."""
+    said = {"from": "gpt", "value": "a", "train": False, "reasoning_content": "because"}
+    turns = [{"from": "human", "value": "q", "train": False}, said, {"from": "gpt", "value": "b", "loss": True}]
+    first = {**assistant("a"), "weight": 0, "reasoning_content": "because"}
+    assert converted(write_jsonl([{"conversations": turns}]))[0] == [{"messages": [user("q"), first, assistant("b")]}]
+    messages = [user("q"), {**assistant("a"), "train": False}, assistant("b")]
+    assert converted(write_jsonl([{"messages": messages}]))[0][0]["messages"][1] == {**assistant("a"), "weight": 0}
+    said["train"] = "no"
+    _, report = converted(write_jsonl([{"conversations": turns}]))
+    assert "'train' must be true or false, got 'no'" in report.problems.texts[0]
+
+
 def test_pairs_of_sharegpt_alpaca_and_openai(write_jsonl: Write) -> None:
     formats: dict[str, Row] = {
         "sharegpt": {

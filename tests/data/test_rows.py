@@ -153,3 +153,20 @@ def test_an_implicit_prompt_is_the_shared_prefix() -> None:
 def test_a_prompt_column_takes_precedence_over_messages() -> None:
     record = read_prompt_row("f:1", {"prompt": "q", "messages": [USER, ANSWER]})
     assert record.messages == [USER] and record.columns == {"messages": [USER, ANSWER]}
+
+
+@pytest.mark.parametrize(("key", "value"), [("train", False), ("training", False), ("loss", False), ("loss_weight", 0)])
+def test_turns_that_are_marked_as_not_to_be_learned_have_weight_0(key: str, value: object) -> None:
+    """A false value counted as empty, so that the turn was learned."""
+    row = {"messages": [{**USER, key: False}, {**ANSWER, key: value}, USER, {**OTHER, key: not value}]}
+    assert read_sft_row("f:1", row).messages == [USER, {**ANSWER, "weight": 0}, USER, OTHER]
+    with user_error("column 'chosen' must end with an assistant turn of weight 1, got weight 0"):
+        read_preference_row("f:1", {"prompt": "q", "chosen": [{**ANSWER, key: value}], "rejected": "b"})
+    for turns, problem in (
+        ([USER, {**ANSWER, key: 0.5}], f"column 'messages': '{key}' must be true or false, got 0.5"),
+        ([USER, {**ANSWER, key: "false"}], f"'{key}' must be true or false, got 'false'"),
+        ([{**USER, key: True}, ANSWER], f"only assistant turns have loss .'{key}'., got True for a turn of the user"),
+        ([USER, {**ANSWER, key: value, "weight": 1}], "keys of a turn's loss must agree"),
+    ):
+        with user_error(problem):
+            read_sft_row("f:1", {"messages": turns})

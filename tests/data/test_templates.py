@@ -174,6 +174,7 @@ def test_what_a_template_has_no_place_for_is_counted() -> None:
     assert "tool_calls" in unrendered(messages, tiny_tokenizer(None), None)
     empty: list[Message] = [{**USER, "channel": "", "annotations": []}, {**ANSWER, "weight": 0}]
     assert unrendered(empty, tiny_tokenizer(), None) == []
+    assert unrendered([{**ANSWER, "final": False, "score": 0}], tiny_tokenizer(), None) == ["final", "score"]
 
 
 def test_a_template_may_refuse_a_conversation_without_a_system_prompt() -> None:

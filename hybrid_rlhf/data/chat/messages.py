@@ -22,6 +22,8 @@ METADATA_KEYS = ("id", "message_id", "index", "name", "tool_call_id", "timestamp
 """Keys that describe a turn and are not part of its text: a template need not render them."""
 WEIGHT_KEY = "weight"
 """0 on an assistant turn without loss, 1 otherwise (OpenAI's fine-tuning format); never rendered."""
+_LOSS_KEYS = (WEIGHT_KEY, "train", "training", "loss", "loss_weight", "loss_scale")
+"""The keys under which data sets store the weight: OpenAI's, axolotl's, ms-swift's; read messages have the first only."""
 
 
 def is_learned(message: Message) -> bool:
@@ -39,9 +41,10 @@ def read_message(location: str, message: Any) -> Message:
         raise UserError(f"{location}: a message must have 'role' and 'content', got {message!r}: fix the row")
     if message["role"] not in ROLES:
         raise UserError(f"{location}: a role must be one of {', '.join(ROLES)}, got {message['role']!r}: fix the row")
-    read = {key: value for key, value in message.items() if value is not None}
-    if _weight(location, read) == 1:
-        read.pop(WEIGHT_KEY, None)
+    given = {key: value for key, value in message.items() if value is not None}
+    read = {key: value for key, value in given.items() if key not in _LOSS_KEYS}
+    if _weight(location, given) == 0:
+        read[WEIGHT_KEY] = 0
     if "tool_calls" in read:
         read["tool_calls"] = [
             _tool_call(location, call) for call in _listed(location, "tool_calls", read["tool_calls"])
@@ -73,16 +76,28 @@ def row_tools(location: str, row: Row) -> Tools | None:
 
 
 def _weight(location: str, message: Message) -> int:
-    """The weight of a turn, by default 1."""
-    weight = message.get(WEIGHT_KEY, 1)
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise UserError(f"{location}: the weight of a turn must be 0 or 1, got {weight!r}: fix or remove it")
-    if WEIGHT_KEY in message and message["role"] != "assistant":
-        raise UserError(
-            f"{location}: only assistant turns have a weight, got {weight!r} for a turn of the {message['role']}: "
-            "remove it"
-        )
-    return int(weight)
+    """The weight of a turn, by default 1; for turns that are not the assistant's, keys that say "no loss" say nothing.
+
+    Only `weight` is a number alone: the other keys are true or false in the formats that define them.
+    """
+    given = {key: message[key] for key in _LOSS_KEYS if key in message}
+    for key, value in given.items():
+        if (
+            not isinstance(value, (bool, int, float))
+            or value not in (0, 1)
+            or (key == WEIGHT_KEY and isinstance(value, bool))
+        ):
+            rule = "the weight of a turn must be 0 or 1" if key == WEIGHT_KEY else f"{key!r} must be true or false"
+            raise UserError(f"{location}: {rule}, got {value!r}: fix or remove it")
+        if message["role"] != "assistant" and (value or key == WEIGHT_KEY):
+            kind = "a weight" if key == WEIGHT_KEY else f"loss ({key!r})"
+            raise UserError(
+                f"{location}: only assistant turns have {kind}, got {value!r} for a turn of the {message['role']}: "
+                "remove it"
+            )
+    if len({int(value) for value in given.values()}) > 1:
+        raise UserError(f"{location}: keys of a turn's loss must agree, got {given}: remove all but one")
+    return next((int(value) for value in given.values()), 1)
 
 
 def _content(location: str, message: Message) -> str:

@@ -377,9 +377,15 @@ def refused(name: str) -> bool:
     )
 
 
+def has_value(message: Message, key: str) -> bool:
+    """Return True if a key of a message is not missing, null or empty; false and 0 are values."""
+    value = message.get(key)
+    return bool(value) or isinstance(value, (bool, int, float))
+
+
 def _content_keys(message: Message) -> list[str]:
     """The keys of a message that have a value, except role, content and weight."""
-    return [key for key, value in message.items() if value and key not in ("role", "content", WEIGHT_KEY)]
+    return [key for key in message if has_value(message, key) and key not in ("role", "content", WEIGHT_KEY)]
 
 
 def _probe_turn(role: str) -> Message:

@@ -1,7 +1,7 @@
 """Formats that list turns: ShareGPT, Alpaca, and the messages of OpenAI.
 
-ShareGPT: `conversations` with `from` and `value`, optional `system` and `tools`; the `weight` of an assistant turn is
-kept, weights of other turns are ignored. Alpaca (Taori et al. 2023):
+ShareGPT: `conversations` with `from` and `value`, optional `system` and `tools`; other keys of a turn are kept, but
+weights of turns that are not the assistant's are ignored. Alpaca (Taori et al. 2023):
 `instruction`, `input` and `output`, optional `history` (pairs) and `system`; instruction and input are joined by a line
 break, as in LLaMA-Factory. Both may have `chosen` and `rejected` in place of the last turn. OpenAI: `messages`, or for
 preferences `input`, `preferred_output` and `non_preferred_output`.
@@ -59,10 +59,11 @@ def _shared_turn(place: str, turn: Any) -> Message:
     role = _ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
     if role is None:
         raise UserError(f"{place}: 'from' must be one of {', '.join(_ROLES)}, got {turn['from']!r}: fix the row")
-    weight = {WEIGHT_KEY: turn[WEIGHT_KEY]} if role == "assistant" and WEIGHT_KEY in turn else {}
-    if turn["from"] == "function_call":
-        return {"role": role, "tool_calls": read_calls(place, turn["value"]), **weight}
-    return {"role": role, "content": turn["value"], **weight}
+    content = "tool_calls" if turn["from"] == "function_call" else "content"
+    dropped = ("from", "value", "role", content, *([] if role == "assistant" else [WEIGHT_KEY]))
+    kept = {key: value for key, value in turn.items() if key not in dropped}
+    value = read_calls(place, turn["value"]) if content == "tool_calls" else turn["value"]
+    return {"role": role, content: value, **kept}
 
 
 def alpaca_row(location: str, row: Row) -> Row:
