@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.configs.errors import UserError
@@ -142,9 +141,11 @@ async def _events(
     scorer: SavedScorer | None,
 ) -> AsyncIterator[dict[str, Any]]:
     """Events until all models are done, the last of each with `done`; a client that leaves cancels them."""
+    from hybrid_rlhf.data.chat.reasoning import text_decoder
+
     streams = [
         TextStream(
-            partial(model.tokenizer.decode, skip_special_tokens=True),
+            text_decoder(model.tokenizer),
             stop,
             drops_space=model.tokenizer.chat_template is None,
         )

@@ -48,7 +48,9 @@ def encode_conversation_row(
             encoded = [encode_text(record.text, tokenizer, context=record.context)]
         else:
             # A source row makes at least one row: rows are split between the steps by their index in the source.
-            encoded = encode_conversation(record.messages, tokenizer, tools=record.tools) or [EncodedSequence([], [])]
+            encoded = encode_conversation(
+                record.messages, tokenizer, tools=record.tools, continued=record.continued
+            ) or [EncodedSequence([], [])]
     except UserError as error:
         raise UserError(f"{location}: {error}") from error
     return [
@@ -172,7 +174,8 @@ def require_rendered(location: str, row: Row, ignored: str) -> None:
     """
     lost = next(filter(refused, json.loads(ignored)), None)
     if lost is not None:
-        column = next(name for name, value in row.items() if name in _MESSAGE_COLUMNS and _has_key(value, lost))
+        key = lost.partition(" (")[0]
+        column = next(name for name, value in row.items() if name in _MESSAGE_COLUMNS and _has_key(value, key))
         raise UserError(
             f"{location}: column {column!r}: the chat template does not render the key {lost!r} of a message: remove "
             "the key, or set data.chat_template to a template that renders it"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.chat.reasoning import text_decoder
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import SamplingParams
 
@@ -36,8 +37,8 @@ class ChatSession:
             system: the system prompt; none: that of the chat template.
         """
         self._engine = engine
-        self._tokenizer = tokenizer
         self._encode = encode
+        self._text = text_decoder(tokenizer)
         self.system = system
         self.messages: list[dict[str, str]] = []
 
@@ -91,12 +92,12 @@ class ChatSession:
         try:
             for token in self._engine.stream(prompt, sampling):
                 tokens.append(token)
-                decoded = self._tokenizer.decode(tokens, skip_special_tokens=True)
+                decoded = self._text(tokens)
                 if not decoded.endswith("\ufffd") and len(decoded) > len(shown):  # wait for the rest of a character
                     yield decoded[len(shown) :]
                     shown = decoded
         finally:
-            reply = self._tokenizer.decode(tokens, skip_special_tokens=True).strip()
+            reply = self._text(tokens).strip()
             self.messages.append({"role": "assistant", "content": reply})
 
     def transcript(self) -> list[dict[str, str]]:

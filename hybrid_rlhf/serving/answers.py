@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.data.chat.calls import ToolCall, function_names
+from hybrid_rlhf.data.chat.reasoning import text_decoder
 from hybrid_rlhf.data.chat.template import ChatTemplate
 from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
@@ -66,15 +67,13 @@ class Answer:
         self._token_text = token_text
         self._most_calls = 1 if isinstance(body, ChatBody) and body.parallel_tool_calls is False else None
         self._is_chat = isinstance(body, ChatBody)
-        # Like completion_text in data/chat/conversation.py: without a template, a space follows the role's name.
+        # Like completion_text in data/chat/reasoning.py: without a template, a space follows the role's name.
         drops_space = self._is_chat and tokenizer.chat_template is None
 
         names = function_names(body.used_tools) if isinstance(body, ChatBody) else frozenset[str]()
         marks = thinking_marks(body, tokenizer)
-        special = set(tokenizer.all_special_tokens)
-        shown = tokenizer.convert_tokens_to_ids([mark for mark in marks or () if mark in special])
-        self._skipped = set(tokenizer.all_special_ids) - set(shown) if shown else None
-        """Special tokens that are not shown, if others are: marks of reasoning."""
+        self._shown_text = text_decoder(tokenizer, body.used_tools) if isinstance(body, ChatBody) else None
+        """Text without special tokens, but with marks of reasoning; None: without any."""
         is_open = False  # the prompt does not end within the reasoning
         if marks is not None:
             tail = job.prompts[0][0 if isinstance(body, ChatBody) and body.continue_final_message else -_MARK_TOKENS :]
@@ -264,8 +263,8 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": self.completion_tokens, "total_tokens": total}
 
     def _decode(self, ids: list[int]) -> str:
-        if self._skipped is not None and self._body.skip_special_tokens:
-            return str(self._tokenizer.decode([token for token in ids if token not in self._skipped]))
+        if self._shown_text is not None and self._body.skip_special_tokens:
+            return self._shown_text(ids)
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._body.skip_special_tokens))
 
 

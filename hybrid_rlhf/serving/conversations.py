@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.messages import Message, read_message
+from hybrid_rlhf.data.chat.messages import Message, read_message, with_ordered_results
 from hybrid_rlhf.serving.bodies import KeyRejected
 
 
@@ -28,7 +28,7 @@ def request_errors(key: str) -> Iterator[None]:
 
 
 def read_conversation(name: str, conversation: Sequence[dict[str, Any]]) -> list[Message]:
-    """Messages in the form that chat templates read.
+    """Messages in the form that chat templates read, results of tool calls in the order of their calls.
 
     Args:
         name: name of the conversation in error messages.
@@ -38,7 +38,9 @@ def read_conversation(name: str, conversation: Sequence[dict[str, Any]]) -> list
         UserError: for an invalid message.
     """
     check_text(json.dumps(conversation, ensure_ascii=False), name)
-    return [_message(f"{name}.{place}", message) for place, message in enumerate(conversation)]
+    read = [_message(f"{name}.{place}", message) for place, message in enumerate(conversation)]
+    with request_errors(name):
+        return with_ordered_results(name, read)
 
 
 def _message(location: str, message: dict[str, Any]) -> Message:

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_ptx_row, read_sft_row
+from hybrid_rlhf.data.rows.formats import (
+    read_labelled_row,
+    read_preference_row,
+    read_prompt_row,
+    read_ptx_row,
+    read_sft_row,
+)
 from hybrid_rlhf.data.rows.sources import open_source
 from tests.support.errors import user_error
 from tests.support.messages import assistant, user
@@ -170,3 +176,94 @@ def test_turns_that_are_marked_as_not_to_be_learned_have_weight_0(key: str, valu
     ):
         with user_error(problem):
             read_sft_row("f:1", {"messages": turns})
+
+
+def test_a_prompt_beside_whole_conversations_is_read_once() -> None:
+    """Only an exact beginning was removed: otherwise the question stood twice in the row."""
+    rest = [assistant("c"), user("r")]
+    whole = [SYSTEM, USER, *rest]
+    pairs: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+        ({"prompt": "q", "chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, OTHER]}, [SYSTEM, USER]),
+        ({"prompt": "r", "chosen": [*whole, ANSWER], "rejected": [*whole, OTHER]}, whole),
+        ({"prompt": "q", "chosen": [USER, *rest, ANSWER], "rejected": [USER, *rest, OTHER]}, [USER, *rest]),
+        ({"prompt": "q \n", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}, [USER]),
+        ({"prompt": [{**USER, "id": 7}], "chosen": [USER, ANSWER], "rejected": "b"}, [{**USER, "id": 7}]),
+        ({"prompt": [SYSTEM, USER], "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}, [SYSTEM, USER]),
+        ({"chosen": [{**USER, "id": 1}, ANSWER], "rejected": [{**USER, "id": 2}, OTHER]}, [{**USER, "id": 1}]),
+    ]
+    for row, prompt in pairs:
+        record = read_preference_row("f:1", row)
+        assert (record.prompt, record.completions) == (prompt, [[ANSWER], [OTHER]])
+    ranked = {"prompt": "r", "responses": [[*whole, ANSWER], [*whole, OTHER]], "ranks": [1, 2]}
+    assert read_preference_row("f:1", ranked) == read_preference_row("f:1", {**ranked, "prompt": whole})
+    for prompt in ("q", "r"):
+        assert read_sft_row("f:1", {"prompt": prompt, "completion": [*whole, ANSWER]}).messages == [*whole, ANSWER]
+    labelled = read_labelled_row("f:1", {"prompt": "r", "completion": [*whole, ANSWER], "label": True})
+    assert (labelled.prompt, labelled.completions) == (whole, [[ANSWER]])
+    more = {"prompt": [USER, ANSWER], "chosen": [user("s"), ANSWER], "rejected": [user("s"), OTHER]}
+    assert read_preference_row("f:1", more).prompt == [USER, ANSWER], "a conversation may go on"
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        [user("other"), ANSWER],
+        [SYSTEM, user("other"), ANSWER],
+        [OTHER, USER, ANSWER],
+        [SYSTEM, ANSWER],
+    ],
+)
+def test_a_completion_that_may_repeat_the_prompt_is_refused(completion: list[dict[str, Any]]) -> None:
+    for reader, row in (
+        (read_sft_row, {"completion": completion}),
+        (read_labelled_row, {"completion": completion, "label": False}),
+        (read_preference_row, {"chosen": completion, "rejected": "b"}),
+        (read_preference_row, {"responses": [completion, "b"], "ranks": [1, 2]}),
+    ):
+        with user_error("f:1: column '[a-z]*' must be the completion alone, or a conversation that repeats the prompt"):
+            reader("f:1", {"prompt": "q", **row})
+    with user_error("differ|repeats the prompt"):
+        read_sft_row("f:1", {"prompt": [SYSTEM, USER], "completion": [{**SYSTEM, "content": "x"}, USER, ANSWER]})
+
+
+def calls_of(*ids: str | None, names: tuple[str, ...] = ("sky", "sea", "sun")) -> dict[str, Any]:
+    calls = [
+        {
+            "type": "function",
+            "function": {"name": name, "arguments": {}},
+            **({} if identity is None else {"id": identity}),
+        }
+        for name, identity in zip(names, ids, strict=False)
+    ]
+    return {"role": "assistant", "tool_calls": calls}
+
+
+def result_of(content: str, **keys: Any) -> dict[str, Any]:
+    return {"role": "tool", **keys, "content": content}
+
+
+def test_results_are_in_the_order_of_their_calls() -> None:
+    """They stayed in their order of arrival, by which templates pair them with calls."""
+
+    def ordered(call: dict[str, Any], *results: dict[str, Any]) -> list[str]:
+        row = {"messages": [USER, call, *results, ANSWER]}
+        return [message["content"] for message in read_sft_row("f:1", row).messages[2:-1]]
+
+    a, b, c = (result_of(name, tool_call_id=name) for name in "abc")
+    assert ordered(calls_of("a", "b", "c"), c, a, b) == ["a", "b", "c"]
+    assert ordered(calls_of("a", "b"), b) == ["b"], "the first has none"
+    assert ordered(calls_of("a", None), result_of("x"), a) == ["a", "x"], "one is left"
+    assert ordered(calls_of(None, None), result_of("x"), result_of("y")) == ["x", "y"]
+    assert ordered(calls_of(None, None), result_of("y", name="sea"), result_of("x", name="sky")) == ["x", "y"]
+    assert ordered(calls_of(None, None), result_of("both")) == ["both"], "ShareGPT's observation of all calls"
+    assert ordered(calls_of(None), result_of("x", name="other", tool_call_id="z")) == ["x"]
+    for call, results in (
+        (calls_of("a", "b"), [a, result_of("x", tool_call_id="z")]),
+        (calls_of("a", "b"), [a, a]),
+        (calls_of("a", "a"), [a, a]),
+        (calls_of(None, None, None), [result_of("x"), result_of("y")]),
+        (calls_of(None), [result_of("x"), result_of("y")]),
+        (calls_of("a", "b", "c"), [a, result_of("x")]),
+    ):
+        with user_error("f:1: column 'messages': each result of a turn's tool calls must have the 'tool_call_id'"):
+            ordered(call, *results)

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -20,11 +21,14 @@ from hybrid_rlhf.data.chat.conversation import (
     turn_end,
 )
 from hybrid_rlhf.data.chat.messages import Message, read_message, row_tools
+from hybrid_rlhf.data.chat.reasoning import answer_of, completion_text
 from hybrid_rlhf.data.chat.template import refused, unrendered
+from hybrid_rlhf.data.rows.formats import read_sft_row
+from hybrid_rlhf.data.rows.stepwise import encode_steps
 from tests.support.errors import user_error
 from tests.support.messages import assistant, user
 from tests.support.templates import FAMILIES, Family, tokenizer_of
-from tests.support.tiny import CHATML, tiny_tokenizer
+from tests.support.tiny import CHATML, byte_tokenizer, tiny_tokenizer
 
 USER, ANSWER = user("ask"), assistant("one")
 MORE, SECOND = user("more"), assistant("two")
@@ -271,3 +275,159 @@ def test_the_head_of_a_conversation_ends_where_its_first_user_speaks() -> None:
         ids = encode_prompt(messages, tokenizer)
         assert tokenizer.decode(ids[: head_tokens(messages, tokenizer)]) == head
     assert head_tokens([ANSWER, USER], tiny_tokenizer()) == 0
+
+
+def joining_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """Line breaks, and spaces, join: by bytes, or as SentencePiece does, with a space before the text."""
+    special = ["</s>", "<|im_start|>", "<|im_end|>"]
+    if kind == "bytes":
+        pairs = [("\u010a", "\u010a"), ("\u0120", "\u0120"), ("\u0120", "F"), ("\u010a", "\u0120")]
+        letters, form = sorted(pre_tokenizers.ByteLevel.alphabet()), pre_tokenizers.ByteLevel
+        before, decoder = form(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    else:
+        pairs = [("\n", "\n"), ("\u2581", "\u2581"), ("\n", "\u2581"), ("\n", "F"), ("\u2581", "F")]
+        letters = [chr(code) for code in (10, *range(33, 127), 0x2581)]
+        before, decoder = (
+            pre_tokenizers.Metaspace(prepend_scheme=kind, split=False),
+            decoders.Metaspace(prepend_scheme=kind),
+        )
+    vocabulary = [*special, *letters, *("".join(pair) for pair in pairs)]
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(vocabulary)}, pairs))
+    backend.pre_tokenizer, backend.decoder = before, decoder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", clean_up_tokenization_spaces=False)
+    tokenizer.add_special_tokens({"additional_special_tokens": special[1:]})
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["bytes", "first", "never"])
+@pytest.mark.parametrize("text", ["First", "\nFirst", "\n\nFirst", "  First"])
+@pytest.mark.parametrize("template", ["chatml", "marked", None])
+def test_an_answer_does_not_join_its_prompt(kind: str, text: str, template: str | None) -> None:
+    """The last line break of the prompt joined the answer's: training had other tokens than generation."""
+    tokenizer = joining_tokenizer(kind)
+    if template is None:
+        tokenizer.chat_template = None
+    elif template == "marked":
+        said = "message['content'] + '<|im_end|>'"
+        shown = f"{{% generation %}}{{{{ {said} }}}}{{% endgeneration %}}"
+        tokenizer.chat_template = CHATML.replace(
+            "message['content'] + '<|im_end|>\n' }}",
+            "'' }}{% if message['role'] == 'assistant' %}"
+            + shown
+            + "{% else %}{{ "
+            + said
+            + " }}{% endif %}{{ '\n' }}",
+        )
+    end = "</s>" if template is None else "<|im_end|>"
+    turns = [USER, assistant(text), MORE, assistant(text)]
+    rows = [*encode_conversation(turns, tokenizer), encode_completion(turns[:3], turns[3:], tokenizer)]
+    learned_turns = 0
+    for row in rows:
+        for start in range(1, len(row.loss_mask)):
+            if row.loss_mask[start] and not row.loss_mask[start - 1]:
+                learned_turns += 1
+                prompts = [encode_prompt(turns[:turn], tokenizer) for turn in (1, 3)]
+                assert row.input_ids[:start] in prompts
+                stop = row.loss_mask.index(False, start) if False in row.loss_mask[start:] else len(row.loss_mask)
+                said_ids = row.input_ids[start:stop]
+                pieces = "".join(tokenizer.convert_ids_to_tokens(said_ids))
+                shown = pieces.replace("\u010a", "\n").replace("\u0120", " ").replace("\u2581", " ")
+                assert shown == (" " if template is None else "") + text + end
+                if kind == "bytes":
+                    assert said_ids == tokenizer(shown, add_special_tokens=False)["input_ids"]
+    assert learned_turns == 3, "each turn once, and the last again as a completion"
+    if template != "marked":
+        steps = encode_steps([USER], f"{text}\n\nend", tokenizer, "\n\nend")
+        assert steps.input_ids[: steps.first] == encode_prompt([USER], tokenizer)
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, None, FAMILIES["qwen3"].template, CHATML.replace("['content']", "['content'] | trim")]
+)
+def test_a_prompt_that_ends_with_the_assistant_is_continued(template: str | None) -> None:
+    """Its turn was closed and another one opened."""
+    tokenizer = tiny_tokenizer(template)
+    begun = assistant("end it ")
+    prompt = encode_prompt([USER, begun], tokenizer)
+    rest = " now"
+    assert tokenizer.decode(prompt).endswith(("end it ", "end it"))
+    more = [] if template == FAMILIES["qwen3"].template else [MORE, SECOND]
+    row = encode_completion([USER, begun], [assistant(rest), *more], tokenizer)
+    assert row.input_ids[: len(prompt)] == prompt and not any(row.loss_mask[: len(prompt)])
+    assert learned(row, tokenizer).split("<")[0].strip() == "now"
+    (row,) = encode_conversation([USER, begun, assistant(rest)], tokenizer, continued=1)
+    whole = encode_conversation([USER, assistant("end it  now")], tokenizer)[0]
+    assert tokenizer.decode(row.input_ids) == tokenizer.decode(whole.input_ids)
+    assert row.input_ids[: len(prompt)] == prompt and not any(row.loss_mask[: len(prompt)])
+    read = read_sft_row("f:1", {"prompt": [USER, begun], "completion": rest})
+    assert read.continued == 1 and read.messages == [USER, begun, assistant(rest)]
+    for turns, following in (
+        ([USER, {"role": "assistant", "tool_calls": [CALL]}], ANSWER),
+        ([USER, begun], {**ANSWER, "reasoning": "x"}),
+    ):
+        with user_error("can only continue the text"):
+            encode_completion(turns, [following], tokenizer)
+    with user_error("must have content .* no tool calls"):
+        encode_prompt([USER, {"role": "assistant", "tool_calls": [CALL]}], tokenizer)
+
+
+HARMONY = """
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}
+{%- elif m.role == 'tool' %}{{ '<|start|>functions to=assistant<|message|>' + m.content + '<|end|>' }}
+{%- elif m.tool_calls %}
+{%- set later = namespace(final=false) %}
+{%- for n in messages[loop.index:] %}{% if n.role == 'assistant' and not n.tool_calls %}{% set later.final = true %}{% endif %}{% endfor %}
+{%- if not later.final and (m.content or m.thinking) %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking) + '<|end|>' }}{% endif %}
+{{- '<|start|>assistant to=' + m.tool_calls[0].function.name + '<|channel|>commentary<|message|>' + (m.tool_calls[0].function.arguments | tojson) + '<|call|>' }}
+{%- elif m.role == 'assistant' %}
+{%- if loop.last and not add_generation_prompt %}
+{%- if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}
+{%- else %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""  # noqa: E501
+
+
+def test_every_part_of_a_turn_of_gpt_oss_is_learned() -> None:
+    """After a call with reasoning, the last turn lost its channel and reasoning; text beside a call took its loss."""
+    special = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"]
+    tokenizer = byte_tokenizer(["</s>", *special], HARMONY, eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    call: Message = {"role": "assistant", "tool_calls": [CALL]}
+    result = {"role": "tool", "content": "blue"}
+    final = {**assistant("seen"), "thinking": "so"}
+    called = '<|start|>assistant to=look<|channel|>commentary<|message|>{"at": "sky"}<|call|>'
+    last = "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>seen<|return|>"
+    for first, thought in (({**call, "thinking": "t"}, "t"), ({**call, "content": "beside"}, "beside")):
+        turns = [USER, first, result, first, result, final]
+        part = f"<|channel|>analysis<|message|>{thought}<|end|>{called}"
+        rows = encode_conversation(turns, tokenizer)
+        assert [learned(row, tokenizer) for row in rows] == [part + part + last]
+        assert learned(encode_completion(turns[:5], turns[5:], tokenizer), tokenizer) == last
+        assert rows[0].input_ids[: len(encode_prompt(turns[:5], tokenizer))] == encode_prompt(turns[:5], tokenizer)
+    assert unrendered([USER, {**call, "tool_calls": [CALL, CALL]}], tokenizer, None) == ["tool_calls (after the first)"]
+    shown = CHATML.replace(
+        "message['content']", "(message.tool_calls[0].function.name if message.tool_calls else message.content)"
+    )
+    assert unrendered([{**call, "content": "beside"}], tiny_tokenizer(shown), None) == ["content (beside tool_calls)"]
+    assert refused("tool_calls (after the first)") and refused("content (beside tool_calls)")
+
+
+def test_marks_of_reasoning_are_part_of_the_text_of_a_completion() -> None:
+    """Marks that are special tokens were left out, so that drafts were judged as the answer."""
+    template = CHATML.replace(
+        "'\n' + ", "'\n' + ('[THINK]' + message.thinking + '[/THINK]' if message.thinking else '') + "
+    )
+    tokenizer = byte_tokenizer(
+        ["</s>", "<|im_start|>", "<|im_end|>", "[THINK]", "[/THINK]"], template, eos_token="</s>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "[THINK]", "[/THINK]"]})
+    ids = tokenizer("[THINK]19[/THINK]9 \u00e9<|im_end|></s>", add_special_tokens=False)["input_ids"]
+    assert completion_text(ids, tokenizer) == "[THINK]19[/THINK]9 \u00e9"
+    tokenizer.chat_template = CHATML
+    assert completion_text(ids, tokenizer) == "199 \u00e9", "this template has no such marks"
+    for mark in ("</think>", "</seed:think>", "[/THINK]", "\u25c1/think\u25b7"):
+        assert answer_of(f"a {mark} b{mark}\nc") == "\nc"
+    assert answer_of("a <think> b") == "a <think> b"

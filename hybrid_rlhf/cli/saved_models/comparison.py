@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.chat.reasoning import text_decoder
 from hybrid_rlhf.data.tokenized import load_prompt_data
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.pretrained.sources import resolve_model
@@ -176,7 +177,7 @@ def completions(
         sampling = SamplingParams(max_new_tokens=max_tokens, temperature=0.0, seed=0)
         sampled = engine.generate(ids, sampling)
         engine.close()  # the next model needs its memory
-        texts_by_model.append([tokenizer.decode(c[0].token_ids, skip_special_tokens=True).strip() for c in sampled])
+        texts_by_model.append([text_decoder(tokenizer)(c[0].token_ids).strip() for c in sampled])
     return [
         {"prompt": messages[-1].get("content", ""), **dict(zip(models, texts, strict=True))}
         for messages, *texts in zip(prompts, *texts_by_model, strict=True)

@@ -16,6 +16,7 @@ def main(config: GenerateConfig) -> None:
     """Complete the prompts, and print or write them."""
     from hybrid_rlhf.cli.saved_models.loading import load_engine
     from hybrid_rlhf.data.chat.conversation import encode_prompt
+    from hybrid_rlhf.data.chat.reasoning import text_decoder
     from hybrid_rlhf.data.rows.files import json_line, rows_file
     from hybrid_rlhf.data.rows.formats import read_prompt_row
     from hybrid_rlhf.data.rows.sources import open_source
@@ -25,6 +26,7 @@ def main(config: GenerateConfig) -> None:
     rows = [(row, read_prompt_row(place, row)) for place, row in located_rows]
     engine, tokenizer = load_engine(config)
     prompts = [encode_prompt(prompt.messages, tokenizer, tools=prompt.tools) for _, prompt in rows]
+    shown = text_decoder(tokenizer)
     start = time.perf_counter()
     completions = engine.generate(prompts, config.sampling)
     seconds = time.perf_counter() - start
@@ -32,7 +34,7 @@ def main(config: GenerateConfig) -> None:
     for (row, _), samples in zip(rows, completions, strict=True):
         generated = [
             {
-                "text": tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+                "text": shown(sample.token_ids),
                 "finish_reason": sample.finish_reason,
                 "logprob": sum(sample.logprobs),
             }

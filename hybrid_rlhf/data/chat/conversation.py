@@ -2,8 +2,12 @@
 
 If the chat template marks generated text (`{% generation %}`), its marks are used. Otherwise each assistant turn
 follows the prompt that generation would give to the model, so that training and rollouts use the same tokens: templates
-drop earlier reasoning, end the last turn differently, or open a thinking block. Turns share a row as long as each
-prompt extends the text so far; otherwise the next turn begins a new row.
+drop earlier reasoning, end the last turn differently, or open a thinking block. The tokens of a row are those of the
+generation prompt, then those of the answer, tokenised apart: whitespace at the beginning of an answer could join the
+end of the prompt. Turns share a row as long as the tokens of each prompt extend those so far; otherwise the next turn
+begins a new row.
+
+A prompt that ends with an assistant turn is continued: it ends behind that turn's text, and an answer completes it.
 
 An assistant turn ends with its end-of-turn token: the first special token that the template writes after the turn's
 text. If there is none (GLM-4), it is the token that opens the next turn.
@@ -13,24 +17,29 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools, is_learned
-from hybrid_rlhf.data.chat.template import SYSTEM_TURN, ChatTemplate, leading_bos, render, token_ids
+from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools, continued_turn, is_learned
+from hybrid_rlhf.data.chat.template import SYSTEM_TURN, ChatTemplate, leading_bos, render, render_unfinished, token_ids
+from hybrid_rlhf.runtime.observability.logs import shortened
 
-RULES_VERSION = 8
+RULES_VERSION = 9
 """Part of the cache key of tokenised rows; increase it when tokenisation changes."""
 _OPEN = "<think>"
 _CLOSE = "</think>"
 _THINKING_MARK = re.compile(f"{_OPEN}|{_CLOSE}")
 _Spans = list[tuple[int, int]]
 """Character ranges of a text that the assistant generates."""
+_Pieces = list[tuple[str, bool]]
+"""A text in pieces, and which of them carry loss."""
+_OTHER_ANSWER: Message = {"role": "assistant", "content": "q7otherq7"}
+_ANCHORS = ("\n", ".", "a", "1")
+"""Texts before an answer that keep a tokenizer from writing a space before it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,12 @@ class EncodedSequence:
 
 
 def encode_conversation(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, tools: Tools | None = None, learn_from: int = 0
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Tools | None = None,
+    learn_from: int = 0,
+    continued: int | None = None,
 ) -> list[EncodedSequence]:
     """Encode a conversation as one row, or as several where the template renders earlier turns differently.
 
@@ -51,17 +65,41 @@ def encode_conversation(
         tokenizer: its chat template renders them.
         tools: JSON schemas of the functions that the assistant may call.
         learn_from: turns before this index carry no loss; nor do assistant turns of weight 0.
+        continued: index of an assistant turn that the next turn continues; its own text carries no loss.
 
     Raises:
         UserError: if the template rejects the messages.
     """
     template = ChatTemplate.of(tokenizer, tools)
     learned = [turn >= learn_from and is_learned(message) for turn, message in enumerate(messages)]
+    unfinished = None
+    if continued is not None:
+        unfinished = messages[continued]
+        joined = _joined(unfinished, messages[continued + 1])
+        messages = [*messages[:continued], joined, *messages[continued + 2 :]]
+        del learned[continued]
+    begun = None if continued is None or unfinished is None else (continued, unfinished)
     if template is not None and template.marks_generation:
-        rows = [_marked(messages, template, tools, learned)]
+        parts = _marked(messages, template, tokenizer, tools, learned, begun)
     else:
-        rows = _rows(messages, tokenizer, tools, learned)
-    return [_encode(text, spans, tokenizer) for text, spans in rows]
+        parts = _turns(messages, tokenizer, tools, learned, begun)
+    rows: list[EncodedSequence] = []
+    for before, pieces in parts:
+        ids = token_ids(before, tokenizer)
+        mask = [False] * len(ids)
+        if rows:
+            earlier = rows[-1].loss_mask
+            end = len(earlier) - earlier[::-1].index(True) if True in earlier else 0
+            if ids[:end] == rows[-1].input_ids[:end]:
+                mask[:end] = earlier[:end]
+                rows.pop()
+        for piece, has_loss in pieces:
+            tokens = continuation(before, piece, tokenizer)[0]
+            ids = ids + tokens
+            mask += [has_loss] * len(tokens)
+            before += piece
+        rows.append(EncodedSequence(ids, mask))
+    return rows
 
 
 def encode_completion(
@@ -76,7 +114,10 @@ def encode_completion(
     Raises:
         UserError: if the template rejects the messages.
     """
-    return encode_conversation([*prompt, *completion], tokenizer, tools=tools, learn_from=len(prompt))[-1]
+    continued = continued_turn(prompt, completion)
+    return encode_conversation(
+        [*prompt, *completion], tokenizer, tools=tools, learn_from=len(prompt), continued=continued
+    )[-1]
 
 
 def completion_parts(
@@ -87,8 +128,30 @@ def completion_parts(
     Raises:
         UserError: if the template rejects the messages.
     """
-    before, generated, _ = _turn([*prompt, completion], len(prompt), tokenizer, tools)
-    return before, generated
+    if (continued := continued_turn(prompt, [completion])) is not None:
+        turns = [*prompt[:-1], _joined(prompt[-1], completion)]
+        return _turn(turns, continued, tokenizer, tools, prompt[-1])[:2]
+    return _turn([*prompt, completion], len(prompt), tokenizer, tools)[:2]
+
+
+def continuation(before: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of a text that follows another, tokenised apart, with their character ranges in the text.
+
+    Tokenizers that write a space before a text do so only where the whole text has it. Without a fast tokenizer there
+    are no ranges.
+    """
+    if not text:
+        return [], []
+    ids, ranges = _tokens(text, tokenizer)
+    if "".join(map(str, tokenizer.convert_ids_to_tokens(_tokens("a", tokenizer)[0]))) in ("a", "b'a'"):
+        return ids, ranges
+    for head in (before, *_ANCHORS):
+        alone = _tokens(head, tokenizer)[0]
+        whole, places = _tokens(head + text, tokenizer)
+        if whole[: len(alone)] == alone:
+            places = [(max(a - len(head), 0), b - len(head)) for a, b in places[len(alone) :]]
+            return whole[len(alone) :], places
+    return ids, ranges
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int]] | None:
@@ -125,8 +188,9 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | lis
 def encode_prompt(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, tools: Tools | None = None
 ) -> list[int]:
-    """Encode a conversation up to the beginning of the next assistant turn."""
-    return token_ids(render(messages, tokenizer, tools=tools, add_generation_prompt=True), tokenizer)
+    """Encode a conversation up to the beginning of the next assistant turn, or to the end of the text of the last turn
+    if that is the assistant's."""
+    return token_ids(_prompt(messages, tokenizer, tools), tokenizer)
 
 
 def head_tokens(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, tools: Tools | None = None) -> int:
@@ -143,97 +207,161 @@ def head_tokens(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase,
     return len(token_ids(head, tokenizer))
 
 
-def completion_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a completion's tokens, without special tokens.
-
-    Without a chat template, the space after the role name is not part of the text.
-    """
-    text = str(tokenizer.decode(ids, skip_special_tokens=True))
-    return text if tokenizer.chat_template is not None else text.removeprefix(" ")
-
-
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, context: str = "") -> EncodedSequence:
     """Encode plain text and EOS with loss on all tokens, after a context and BOS (if the tokenizer adds it) without."""
     before = leading_bos(context or text, tokenizer, plain=True)
-    before += tokenizer(context, add_special_tokens=False)["input_ids"] if context else []
-    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id)]
+    before += _tokens(context, tokenizer)[0] if context else []
+    said = continuation(context, text, tokenizer) if context else _tokens(text, tokenizer)
+    ids = [*said[0], int(tokenizer.eos_token_id)]
     return EncodedSequence(before + ids, [False] * len(before) + [True] * len(ids))
 
 
+def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of a text and their character ranges, if the tokenizer knows them."""
+    encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
+    return list(encoding["input_ids"]), list(encoding["offset_mapping"] if tokenizer.is_fast else [])
+
+
+def _joined(unfinished: Message, following: Message) -> Message:
+    """An assistant turn and the turn that continues it, as one.
+
+    Raises:
+        UserError: if its text cannot be continued so.
+    """
+    reasoning = [key for key in REASONING_KEYS if following.get(key)]
+    if "tool_calls" in unfinished or reasoning:
+        raise UserError(
+            "a completion can only continue the text of the prompt's last assistant turn, got "
+            f"{'tool calls in the prompt' if 'tool_calls' in unfinished else f'{reasoning[0]!r} in the completion'}: "
+            "end the prompt with a user or tool turn, or change the key"
+        )
+    content = str(unfinished.get("content", "")) + str(following.get("content", ""))
+    return {**unfinished, **following, "content": content}
+
+
+def _prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None) -> str:
+    if messages and messages[-1]["role"] == "assistant":
+        return render_unfinished(messages, tokenizer, tools=tools)
+    return render(messages, tokenizer, tools=tools, add_generation_prompt=True)
+
+
 def _marked(
-    messages: Sequence[Message], template: ChatTemplate, tools: Tools | None, learned: Sequence[bool]
-) -> tuple[str, _Spans]:
-    """The text of a conversation and the marks of its learned turns.
+    messages: Sequence[Message],
+    template: ChatTemplate,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools | None,
+    learned: Sequence[bool],
+    begun: tuple[int, Message] | None,
+) -> Iterator[tuple[str, _Pieces]]:
+    """The text of a conversation before each learned turn, and from there to the next, in pieces with and without loss.
 
     Marks are assigned to turns by counting those of the conversation up to each turn: the text of a turn may depend on
     the turns that follow.
     """
     text, spans = template.generated(messages, tools)
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    learned_spans: _Spans = []
+    groups: list[_Spans] = []
     first = 0
     for number, turn in enumerate(turns, start=1):
         end = number == len(turns)
-        if not end and learned[turn] == learned[turns[number]]:
-            continue  # the next turn decides about the marks of both
         last = len(spans) if end else len(template.generated(messages[: turns[number]], tools)[1])
-        learned_spans += spans[first:last] if learned[turn] else []
+        group = spans[first:last] if learned[turn] else []
+        if begun is not None and begun[0] == turn:
+            start = len(render_unfinished([*messages[:turn], begun[1]], tokenizer, tools=tools))
+            group = [(max(begin, start), stop) for begin, stop in group if stop > start]
+        groups += [group] if group else []
         first = last
-    return text, learned_spans
+    if not groups:
+        yield text, []
+    for group, following in zip(groups, [*groups[1:], [(len(text), len(text))]], strict=True):
+        pieces: _Pieces = []
+        place = group[0][0]
+        for begin, stop in group:
+            pieces += [(text[place:begin], False), (text[begin:stop], True)]
+            place = stop
+        yield text[: group[0][0]], [*pieces, (text[place : following[0][0]], False)]
 
 
-def _rows(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None, learned: Sequence[bool]
-) -> list[tuple[str, _Spans]]:
-    """Each learned turn after its own prompt; turns whose prompt extends the text so far share a row.
+def _turns(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools | None,
+    learned: Sequence[bool],
+    begun: tuple[int, Message] | None,
+) -> Iterator[tuple[str, _Pieces]]:
+    """The prompt of each learned turn, and the text from there to the end of its row, in pieces with and without loss.
 
-    Text after the last span of a row belongs to that row only. An assistant turn at the beginning of a conversation is
-    learned if the template can render a prompt for it.
+    An assistant turn at the beginning of a conversation is learned if the template can render a prompt for it.
     """
-    rows: list[tuple[str, _Spans]] = []
     for turn, has_loss in enumerate(learned):
         if not has_loss:
             continue
+        unfinished = begun[1] if begun is not None and begun[0] == turn else None
         try:
-            before, generated, stop = _turn(messages, turn, tokenizer, tools)
+            before, generated, stop = _turn(messages, turn, tokenizer, tools, unfinished)
         except UserError:
             if turn == 0 and len(messages) > 1:
                 continue
             raise
-        spans = [(len(before), len(before) + stop)]
-        if rows:
-            text, earlier = rows[-1]
-            if before.startswith(text[: earlier[-1][1]]):
-                spans = earlier + spans
-                rows.pop()
-        rows.append((before + generated, spans))
-    return rows
+        yield before, [(generated[:stop], True), (generated[stop:], False)]
 
 
 def _turn(
-    messages: Sequence[Message], turn: int, tokenizer: PreTrainedTokenizerBase, tools: Tools | None
+    messages: Sequence[Message],
+    turn: int,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools | None,
+    unfinished: Message | None = None,
 ) -> tuple[str, str, int]:
     """The prompt of an assistant turn, the text from there to the end of the row, and how much of it is generated."""
     message = messages[turn]
     history = messages[:turn]
-    before = render(history, tokenizer, tools=tools, add_generation_prompt=True)
+    before = _prompt(history if unfinished is None else [*history, unfinished], tokenizer, tools)
     through = render(messages[: turn + 1], tokenizer, tools=tools)
     template = ChatTemplate.of(tokenizer, tools)
+    if unfinished is not None and not through.startswith(before):
+        raise UserError(
+            "the chat template must render a turn that a completion continues as it renders its beginning, got "
+            f"{shortened(str(message['content']))!r}: end the prompt with a user or tool turn"
+        )
     if template is None:
         generated = through[len(before) :]
         return before, generated, len(generated.removesuffix("\n\n"))
     if through.startswith(before):
         generated = through[len(before) :]
     else:
-        before, generated = _as_prompted(
-            before, through, render(history, tokenizer, tools=tools), message, template.special
-        )
-    text_end = _text_end(generated, template.turn_suffix, str(message.get("content", "")).strip(), template.special)
+        shown = render(history, tokenizer, tools=tools)
+        opening = before[len(os.path.commonprefix([shown, before])) :]
+        other = render([*history, _OTHER_ANSWER], tokenizer, tools=tools)
+        generated = _after_opening(through, other, opening, history) or ""
+        if not generated:
+            before, generated = _as_prompted(before, through, shown, message, template.special)
+    said = str(message.get("content", ""))[len("" if unfinished is None else str(unfinished["content"])) :].strip()
+    # Calls follow the text of their turn.
+    text_end = _text_end(generated, template.turn_suffix, "" if "tool_calls" in message else said, template.special)
     if (end_token := template.special.search(generated, text_end)) is not None:
         return before, generated, end_token.end()
     next_role = "tool" if "tool_calls" in message else "user"
     generated += template.turn_opening(messages[turn + 1]["role"] if turn + 1 < len(messages) else next_role)
     return before, generated, len(generated)
+
+
+def _after_opening(through: str, other: str, opening: str, history: Sequence[Message]) -> str | None:
+    """The last turn of a text behind the generation prompt, if the template renders the earlier turns differently but
+    this one with the same opening (gpt-oss drops earlier reasoning once a final answer follows); None otherwise.
+
+    Args:
+        through: the conversation up to the turn.
+        other: the same with another answer: both begin with the opening of the last turn.
+        opening: what the generation prompt adds to the conversation.
+        history: the turns before.
+    """
+    shared = os.path.commonprefix([through, other])
+    start = shared.rfind(opening) if opening else -1
+    last = str(history[-1].get("content", "")).strip() if history else ""
+    if start < 0 or not last or last in shared[start + len(opening) :]:
+        return None
+    return through[start + len(opening) :]
 
 
 def _text_end(generated: str, suffix: str | None, content: str, special: re.Pattern[str]) -> int:
@@ -278,35 +406,3 @@ def _as_prompted(
     if opening.rfind(_OPEN) > opening.rfind(_CLOSE):
         rest = f"{reasoning.strip()}\n{_CLOSE}\n\n{rest}"
     return before, rest
-
-
-def _encode(text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> EncodedSequence:
-    """Tokenise a text once; tokens that end inside a span carry loss.
-
-    A byte-level token may include the space before a span.
-    """
-    if not tokenizer.is_fast:
-        return _encode_in_parts(text, spans, tokenizer)
-    encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    starts, stops = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-    mask = np.zeros(len(starts), dtype=bool)
-    for begin, end in spans:
-        mask |= (stops > begin) & (starts < end) & (starts != stops)
-    bos = leading_bos(text, tokenizer)
-    return EncodedSequence([*bos, *encoding["input_ids"]], [False] * len(bos) + mask.tolist())
-
-
-def _encode_in_parts(
-    text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase
-) -> EncodedSequence:
-    """Tokenise the pieces of a text inside and outside of spans separately, for tokenizers without offsets."""
-    ids = leading_bos(text, tokenizer)
-    mask = [False] * len(ids)
-    position = 0
-    for begin, end in [*spans, (len(text), len(text))]:
-        for piece, has_loss in ((text[position:begin], False), (text[begin:end], True)):
-            tokens = tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
-            ids += tokens
-            mask += [has_loss] * len(tokens)
-        position = end
-    return EncodedSequence(ids, mask)

@@ -7,6 +7,7 @@ arguments as a mapping or as JSON text, missing keys as null.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
@@ -16,6 +17,8 @@ Message = dict[str, Any]
 """`role`, `content` (text; may be missing with tool calls), and other keys that the chat template may read."""
 Tools = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+RESULT_ROLES = ("tool", "function", "ipython", "observation")
+"""Roles of the results of tool calls."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """The keys under which data sets store the reasoning of an assistant turn."""
 METADATA_KEYS = ("id", "message_id", "index", "name", "tool_call_id", "timestamp", "created_at", "model")
@@ -23,12 +26,18 @@ METADATA_KEYS = ("id", "message_id", "index", "name", "tool_call_id", "timestamp
 WEIGHT_KEY = "weight"
 """0 on an assistant turn without loss, 1 otherwise (OpenAI's fine-tuning format); never rendered."""
 _LOSS_KEYS = (WEIGHT_KEY, "train", "training", "loss", "loss_weight", "loss_scale")
-"""The keys under which data sets store the weight: OpenAI's, axolotl's, ms-swift's; read messages have the first only."""
+"""The keys under which data sets store the weight (OpenAI, axolotl, ms-swift); a message that is read has the first."""
 
 
 def is_learned(message: Message) -> bool:
     """Return True if a turn carries loss: an assistant turn, unless its weight is 0."""
     return message["role"] == "assistant" and message.get(WEIGHT_KEY, 1) != 0
+
+
+def continued_turn(prompt: Sequence[Message], completion: Sequence[Message]) -> int | None:
+    """The index of a prompt's last turn if a completion continues it: both are the assistant's."""
+    both = prompt and completion and prompt[-1]["role"] == completion[0]["role"] == "assistant"
+    return len(prompt) - 1 if both else None
 
 
 def read_message(location: str, message: Any) -> Message:
@@ -43,7 +52,7 @@ def read_message(location: str, message: Any) -> Message:
         raise UserError(f"{location}: a role must be one of {', '.join(ROLES)}, got {message['role']!r}: fix the row")
     given = {key: value for key, value in message.items() if value is not None}
     read = {key: value for key, value in given.items() if key not in _LOSS_KEYS}
-    if _weight(location, given) == 0:
+    if _weight(location, given) == 0 and read["role"] == "assistant":
         read[WEIGHT_KEY] = 0
     if "tool_calls" in read:
         read["tool_calls"] = [
@@ -64,6 +73,74 @@ def read_message(location: str, message: Any) -> Message:
     return read
 
 
+def with_ordered_results(location: str, messages: Sequence[Message], *, named: bool = False) -> list[Message]:
+    """Messages with the results of each turn's calls in the order of the calls, by which some chat templates pair them.
+
+    Args:
+        location: location of the messages for errors.
+        messages: messages that `read_message` has read.
+        named: give each result without a name that of its call.
+
+    Raises:
+        UserError: if the call of a result cannot be found by `tool_call_id`, name or order.
+    """
+    ordered: list[Message] = []
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        ordered.append(message)
+        place += 1
+        calls = message.get("tool_calls") if message["role"] == "assistant" else None
+        if not calls:
+            continue
+        end = place
+        while end < len(messages) and messages[end]["role"] in RESULT_ROLES:
+            end += 1
+        results = messages[place:end]
+        place = end
+        owners = _calls_of_results(location, calls, results)
+        for owner, result in sorted(zip(owners, results, strict=True), key=lambda pair: pair[0] or 0):
+            name = {} if owner is None or not named else {"name": calls[owner]["function"]["name"]}
+            ordered.append({"role": result["role"], **name, **result})
+    return ordered
+
+
+def _calls_of_results(location: str, calls: Sequence[Any], results: Sequence[Message]) -> list[int | None]:
+    """The index of each result's call; None for one result, without id and name, of several calls."""
+    ids = [call.get("id") for call in calls]
+    known = [value for value in ids if value is not None]
+    owners = [
+        ids.index(result.get("tool_call_id")) if result.get("tool_call_id") in known else None for result in results
+    ]
+    found = [owner for owner in owners if owner is not None]
+    is_strange = [
+        result.get("tool_call_id") is not None and owner is None for result, owner in zip(results, owners, strict=True)
+    ]
+    if len(set(found)) < len(found) or len(set(known)) < len(known) or (any(is_strange) and len(known) == len(ids)):
+        raise _unpaired_error(location, ids, results)
+    free = [index for index in range(len(calls)) if index not in found]
+    names = [calls[index]["function"]["name"] for index in free]
+    rest = [index for index, owner in enumerate(owners) if owner is None]
+    given = [results[index].get("name") for index in rest]
+    if len(set(names)) == len(names) and len(set(given)) == len(given) and set(given) <= set(names):
+        pairs = {index: free[names.index(name)] for index, name in zip(rest, given, strict=True)}
+    elif len(rest) == len(free) and (len(free) == 1 or all(a in (None, b) for a, b in zip(given, names, strict=True))):
+        pairs = dict(zip(rest, free, strict=True))
+    elif len(results) == 1 and given == [None] and not known:
+        return [None]
+    else:
+        raise _unpaired_error(location, ids, results)
+    return [pairs.get(index) if owner is None else owner for index, owner in enumerate(owners)]
+
+
+def _unpaired_error(location: str, ids: Sequence[Any], results: Sequence[Message]) -> UserError:
+    given = [result.get("tool_call_id") for result in results]
+    return UserError(
+        f"{location}: each result of a turn's tool calls must have the 'tool_call_id' of one of them, got {given} for "
+        f"calls with 'id' {list(ids)}: fix the ids or remove the row"
+    )
+
+
 def row_tools(location: str, row: Row) -> Tools | None:
     """The functions that the assistant may call, from the column `tools`: a list of JSON schemas, or its JSON text."""
     tools = _parsed(row.get("tools"))
@@ -82,11 +159,8 @@ def _weight(location: str, message: Message) -> int:
     """
     given = {key: message[key] for key in _LOSS_KEYS if key in message}
     for key, value in given.items():
-        if (
-            not isinstance(value, (bool, int, float))
-            or value not in (0, 1)
-            or (key == WEIGHT_KEY and isinstance(value, bool))
-        ):
+        is_flag = isinstance(value, bool) and key != WEIGHT_KEY
+        if not is_flag and (isinstance(value, bool) or value not in (0, 1)):
             rule = "the weight of a turn must be 0 or 1" if key == WEIGHT_KEY else f"{key!r} must be true or false"
             raise UserError(f"{location}: {rule}, got {value!r}: fix or remove it")
         if message["role"] != "assistant" and (value or key == WEIGHT_KEY):

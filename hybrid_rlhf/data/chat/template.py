@@ -53,11 +53,16 @@ _RENDERED = {
 """Variables that rendering sets."""
 _THINKING_OFF = " (thinking is off)"
 """Suffix of the key of reasoning that is not rendered because the generation prompt closes the thinking block."""
+_AFTER_FIRST = "tool_calls (after the first)"
+_BESIDE_CALLS = "content (beside tool_calls)"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-_CLOSES_THINKING = re.compile(r"</[\w:]*think\w*>|\[/THINK\]|◁/think▷", re.IGNORECASE)
+CLOSES_THINKING = re.compile(r"</[\w:]*think\w*>|\[/THINK\]|◁/think▷", re.IGNORECASE)
+"""The texts that close reasoning in chat templates."""
 _PROBE = "q7saidq7"
 """Content that no template contains."""
+_UNFINISHED = "q7goesonq7 "
+"""Marks the end of content; the space shows whether the template keeps it."""
 _ROLE_PROBE = "q7toldq7"
 """Another one."""
 _USER: Message = {"role": "user", "content": "q7askedq7"}
@@ -121,7 +126,7 @@ class ChatTemplate:
     @cached_property
     def thinking_marks(self) -> tuple[str, str] | None:
         """The texts that open and close reasoning, as the template writes them; None if it writes none."""
-        match = _CLOSES_THINKING.search(self._source)
+        match = CLOSES_THINKING.search(self._source)
         return None if match is None else (match[0].replace("/", "", 1), match[0])
 
     def generated(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[str, list[tuple[int, int]]]:
@@ -162,6 +167,9 @@ class ChatTemplate:
         """The parts of a message that the template does not support: keys that it does not read, and its role."""
         keys = _content_keys(message)
         missing = [key for key in keys if not self.reads(key)]
+        if "tool_calls" in message and self.reads("tool_calls"):
+            missing += [_AFTER_FIRST] if len(message["tool_calls"]) > 1 and self._shows_first_call_only else []
+            missing += [_BESIDE_CALLS] if message.get("content") and self._drops_text_beside_calls else []
         if self._closes_thinking:
             missing += [f"{key}{_THINKING_OFF}" for key in keys if key in REASONING_KEYS and self.reads(key)]
         return missing + ([f"role {message['role']}"] if self._role(message["role"]) != message["role"] else [])
@@ -169,6 +177,20 @@ class ChatTemplate:
     def reads(self, key: str) -> bool:
         """Return True if a key occurs in the template's code; transformers passes reasoning under all of its keys."""
         return any(name in self._words for name in (REASONING_KEYS if key in REASONING_KEYS else (key,)))
+
+    @cached_property
+    def _shows_first_call_only(self) -> bool:
+        """True if the template renders the first call of a turn, but not a second one."""
+        call = _CALL["tool_calls"][0]
+        second = {**call, "id": _CALL_ID[::-1], "function": {**call["function"], "name": _ROLE_PROBE}}
+        text = self._try_render([_USER, {**_CALL, "tool_calls": [call, second]}])
+        return text is not None and "q7nameq7" in text and _ROLE_PROBE not in text
+
+    @cached_property
+    def _drops_text_beside_calls(self) -> bool:
+        """True if the template renders the calls of a turn, but not its text."""
+        text = self._try_render([_USER, {**_CALL, "content": _ROLE_PROBE}])
+        return text is not None and "q7nameq7" in text and _ROLE_PROBE not in text
 
     @cached_property
     def _closes_thinking(self) -> bool:
@@ -311,21 +333,22 @@ def render_unfinished(
 ) -> str:
     """Render a conversation up to the end of its last content, which a completion then continues.
 
+    As in transformers' `continue_final_message`, whitespace at the end of the content is kept if the template keeps it.
+
     Raises:
         UserError: if the text does not contain that content as it is.
     """
-    text = render(messages, tokenizer, tools=tools, variables=variables)
     content = str(messages[-1].get("content", ""))
-    start = text.rfind(content)
-    if start < 0:  # templates may strip it
-        content = content.strip()
-        start = text.rfind(content)
-    if not content or start < 0:
+    marked = {**messages[-1], "content": content + _UNFINISHED}
+    text, found, rest = render([*messages[:-1], marked], tokenizer, tools=tools, variables=variables).rpartition(
+        _UNFINISHED.strip()
+    )
+    if "tool_calls" in messages[-1] or not content.strip() or not found or content.strip() not in text:
         raise UserError(
-            f"a last message that is continued must have content that the template writes, got {content[:40]!r}: "
-            "change it"
+            "a last assistant turn is continued, and must have content that the template writes and no tool calls, got "
+            f"{content[:40]!r}: change it, or end with a user or tool turn"
         )
-    return text[: start + len(content)]
+    return text if rest.startswith(" ") else text.rstrip()
 
 
 def token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

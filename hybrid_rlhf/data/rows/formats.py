@@ -21,11 +21,23 @@ from itertools import combinations
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.messages import WEIGHT_KEY, Message, Tools, is_learned, read_message, row_tools
+from hybrid_rlhf.data.chat.messages import (
+    REASONING_KEYS,
+    WEIGHT_KEY,
+    Message,
+    Tools,
+    continued_turn,
+    is_learned,
+    read_message,
+    row_tools,
+    with_ordered_results,
+)
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.published import published_format
 from hybrid_rlhf.data.rows.sources import missing_columns_error
 from hybrid_rlhf.runtime.observability.logs import shortened
+
+_SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,8 @@ class ConversationRow:
     context: str = ""
     """Text that precedes `text`, without loss."""
     tools: Tools | None = None
+    continued: int | None = None
+    """Index of an assistant turn, the last of the prompt, that the next turn continues."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +100,16 @@ class PromptRow:
 
 def read_sft_row(location: str, row: Row) -> ConversationRow:
     """Read a row for SFT."""
+    continued = None
     if "messages" in row:
         messages = _messages(location, row, "messages")
     elif "prompt" in row and ("completion" in row or "chosen" in row):
         column = "completion" if "completion" in row else "chosen"
         prompt = _turns(location, row, "prompt", role="user")
-        messages = prompt + _without_prompt(prompt, _turns(location, row, column, role="assistant"))
+        completion = _turns(location, row, column, role="assistant")
+        prompt, (completion,) = _separated(location, [column], prompt, [completion])
+        messages = prompt + completion
+        continued = continued_turn(prompt, completion)
     elif "chosen" in row and not isinstance(row["chosen"], str):
         messages = _messages(location, row, "chosen")
     elif "text" in row:
@@ -107,7 +125,7 @@ def read_sft_row(location: str, row: Row) -> ConversationRow:
             f"{location}: a conversation for SFT must have an assistant turn of weight 1, got weight 0 for each: set "
             "one to 1 or remove the row"
         )
-    return ConversationRow(messages, tools=row_tools(location, row))
+    return ConversationRow(messages, tools=row_tools(location, row), continued=continued)
 
 
 def read_preference_row(location: str, row: Row) -> PreferenceRow:
@@ -130,7 +148,7 @@ def read_preference_row(location: str, row: Row) -> PreferenceRow:
     chosen, rejected = (_turns(location, row, name, role="assistant") for name in ("chosen", "rejected"))
     if "prompt" in row:
         prompt = _turns(location, row, "prompt", role="user")
-        chosen, rejected = _without_prompt(prompt, chosen), _without_prompt(prompt, rejected)
+        prompt, (chosen, rejected) = _separated(location, ["chosen", "rejected"], prompt, [chosen, rejected])
     else:
         shared = shared_prefix(chosen, rejected)
         prompt = chosen[:shared]
@@ -160,7 +178,8 @@ def read_labelled_row(location: str, row: Row) -> LabelledRow:
             f"{location}: column 'label' must be true (desirable) or false (undesirable), got {label!r}: fix the row"
         )
     prompt = _turns(location, row, "prompt", role="user")
-    completion = _without_prompt(prompt, _turns(location, row, "completion", role="assistant"))
+    completion = _turns(location, row, "completion", role="assistant")
+    prompt, (completion,) = _separated(location, ["completion"], prompt, [completion])
     _require_assistant(location, "completion", completion)
     return LabelledRow(prompt, [completion], [bool(label)], row_tools(location, row))
 
@@ -228,11 +247,10 @@ def _ranked(location: str, row: Row) -> PreferenceRow:
     if not all(is_number(rank) for rank in ranks):
         raise UserError(f"{location}: column 'ranks' must contain finite numbers, got {ranks!r}: fix the row")
     prompt = _turns(location, row, "prompt", role="user")
-    completions = []
-    for response in responses:
-        turns = _turns(location, {"responses": response}, "responses", role="assistant")
-        completions.append(_without_prompt(prompt, turns))
-        _require_assistant(location, "responses", completions[-1])
+    completions = [_turns(location, {"responses": response}, "responses", role="assistant") for response in responses]
+    prompt, completions = _separated(location, ["responses"] * len(completions), prompt, completions)
+    for completion in completions:
+        _require_assistant(location, "responses", completion)
     pairs = [
         (i, j) if ranks[i] < ranks[j] else (j, i) for i, j in combinations(range(len(ranks)), 2) if ranks[i] != ranks[j]
     ]
@@ -307,18 +325,105 @@ def _messages(location: str, row: Row, column: str) -> list[Message]:
             f"{location}: column {column!r} must be text or a list of messages, got "
             f"{'an empty list' if value == [] else type(value).__name__}: fix the row"
         )
-    return [read_message(f"{location}: column {column!r}", message) for message in value]
+    place = f"{location}: column {column!r}"
+    return with_ordered_results(place, [read_message(place, message) for message in value])
 
 
-def _without_prompt(prompt: Sequence[Message], completion: list[Message]) -> list[Message]:
-    """A completion without the prompt, which some data sets repeat in it."""
-    return completion[len(prompt) :] if completion[: len(prompt)] == list(prompt) else completion
+def _separated(
+    location: str, columns: Sequence[str], prompt: list[Message], completions: Sequence[list[Message]]
+) -> tuple[list[Message], list[list[Message]]]:
+    """The prompt and its completions, of which any may be a conversation that repeats the prompt.
+
+    A conversation is taken as it is, with the prompt's system turn if it has none. The beginning that conversations
+    share is the prompt.
+
+    Raises:
+        UserError: if a completion may repeat the prompt or go on from it.
+    """
+    ends = [
+        _prompt_end(f"{location}: column {name!r}", prompt, c) for name, c in zip(columns, completions, strict=True)
+    ]
+    whole = [(end, completion) for end, completion in zip(ends, completions, strict=True) if end]
+    if not whole:
+        return prompt, list(completions)
+    first = whole[0][1]
+    shared = whole[0][0]
+    if len(whole) > 1:
+        shared = min(shared_prefix(first, other) for _, other in whole[1:])
+        if len(whole) == len(completions):
+            shared = min(shared, min(len(completion) for _, completion in whole) - 1)
+        else:
+            shared = min(shared, *(end for end, _ in whole))
+    if any(end > shared for end, _ in whole):
+        raise UserError(
+            f"{location}: columns {' and '.join(map(repr, dict.fromkeys(columns)))} must begin with the same turns up "
+            "to the prompt, got different ones: change the turns or remove the row"
+        )
+    asked = _without_system(prompt)
+    start = whole[0][0] - len(asked)
+    added = {start + place: message for place, message in enumerate(asked)}
+    head = [{**added.get(place, {}), **message} for place, message in enumerate(first[:shared])]
+    if len(_without_system(first)) == len(first):
+        head = [*prompt[: len(prompt) - len(asked)], *head]
+    return head, [completion[shared:] if end else completion for end, completion in zip(ends, completions, strict=True)]
+
+
+def _prompt_end(location: str, prompt: Sequence[Message], completion: Sequence[Message]) -> int:
+    """The number of a completion's turns up to the end of the prompt that it repeats; 0 if it does not.
+
+    Raises:
+        UserError: if that cannot be told.
+    """
+    asked, said = _without_system(prompt), _without_system(completion)
+    systems, repeated = prompt[: len(prompt) - len(asked)], completion[: len(completion) - len(said)]
+    places = [
+        place
+        for place in range(len(said) - len(asked) + 1)
+        if asked and all(map(_is_same, asked, said[place : place + len(asked)]))
+    ]
+    opens = completion[0]["role"] in ("user", *_SYSTEM_ROLES)
+    goes_on = bool(said) and not repeated and prompt[-1]["role"] != "user"
+    if not asked and not repeated:
+        return 0
+    if systems and repeated and not (len(systems) == len(repeated) and all(map(_is_same, systems, repeated))):
+        places = []
+    elif not asked:
+        return len(repeated)
+    elif opens and places:
+        return len(repeated) + (0 if places[0] == 0 else places[-1]) + len(asked)
+    elif not opens and not places:
+        return 0
+    elif goes_on and opens and not any(_is_same(said[0], message) for message in asked):
+        return 0
+    raise UserError(
+        f"{location} must be the completion alone, or a conversation that repeats the prompt "
+        f"{shortened(str(prompt[-1].get('content', '')))!r}, got turns of {', '.join(m['role'] for m in completion)} "
+        "that are neither: change it, or remove the prompt or the row"
+    )
+
+
+def _without_system(messages: Sequence[Message]) -> Sequence[Message]:
+    first = next((place for place, m in enumerate(messages) if m["role"] not in _SYSTEM_ROLES), len(messages))
+    return messages[first:]
+
+
+def _is_same(first: Message, second: Message) -> bool:
+    """Return True if two turns say the same, apart from metadata and the whitespace of turns of others than the
+    assistant."""
+    if first["role"] != second["role"]:
+        return False
+    texts = [str(message.get("content", "")) for message in (first, second)]
+    if first["role"] != "assistant":
+        texts = [" ".join(text.split()) for text in texts]
+    calls = [[call["function"] for call in message.get("tool_calls", ())] for message in (first, second)]
+    thoughts = [[message.get(key) for key in REASONING_KEYS] for message in (first, second)]
+    return texts[0] == texts[1] and calls[0] == calls[1] and thoughts[0] == thoughts[1]
 
 
 def shared_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
     """The number of leading turns that two conversations share."""
     shared = 0
-    while shared < min(len(first), len(second)) and first[shared] == second[shared]:
+    while shared < min(len(first), len(second)) and _is_same(first[shared], second[shared]):
         shared += 1
     return shared
 

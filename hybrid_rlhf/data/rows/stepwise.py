@@ -16,9 +16,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.conversation import completion_parts
+from hybrid_rlhf.data.chat.conversation import completion_parts, continuation
 from hybrid_rlhf.data.chat.messages import Message, Tools
-from hybrid_rlhf.data.chat.template import leading_bos, unrendered
+from hybrid_rlhf.data.chat.template import token_ids, unrendered
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_stepwise_row
 from hybrid_rlhf.runtime.observability.logs import shortened
@@ -119,16 +119,16 @@ def _encode(
         )
     completion = separator.join(steps)
     before, generated = completion_parts(prompt, {"role": "assistant", "content": completion}, tokenizer, tools=tools)
-    text = before + generated
-    start = text.find(completion, len(before))
+    start = generated.find(completion)
     if start < 0:
         raise UserError(
             f"the chat template must render a completion with steps unchanged, got {shortened(generated)!r}: strip "
             "leading and trailing whitespace from the steps"
         )
-    encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    bos = leading_bos(text, tokenizer)
-    offsets = [*[(0, 0)] * len(bos), *encoding["offset_mapping"]]
+    ids = token_ids(before, tokenizer)
+    first = len(ids)
+    tokens, ranges = continuation(before, generated, tokenizer)
+    offsets = [*[(0, 0)] * first, *ranges]
     ends = []
     overlap = None
     token = 0
@@ -141,5 +141,4 @@ def _encode(
             overlap = number
         ends.append(token)
     ends[-1] = len(offsets) - 1
-    first = next((index for index, (_, stop) in enumerate(offsets) if stop > len(before)), len(offsets))
-    return StepwiseTokens([*bos, *encoding["input_ids"]], ends, first, overlap)
+    return StepwiseTokens([*ids, *tokens], ends, first, overlap)

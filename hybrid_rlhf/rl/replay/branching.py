@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.data.chat.reasoning import text_decoder
 from hybrid_rlhf.rl.replay.recorded import require_one_turn
 from hybrid_rlhf.rl.replay.replaying import ReplayedStep
 from hybrid_rlhf.rl.replay.rescoring import SampleScore, completed, score_completions
@@ -91,8 +92,9 @@ def branch(replayed: ReplayedStep, index: int, *, token: int, text: str | None =
         tokenizer=tokenizer,
         planner=session.parts.planner,
     )
+    shown = text_decoder(tokenizer)
     new = sampled.numbered(world).bring(list(zip(held, stopped, strict=True)), everywhere=True)
     return [
-        Branch(str(tokenizer.decode([*text_ids, *ids], skip_special_tokens=True)), [*text_ids, *ids], ended, score)
+        Branch(shown([*text_ids, *ids]), [*text_ids, *ids], ended, score)
         for (ids, ended), score in zip(new, scores, strict=True)
     ]

@@ -15,6 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.data.chat.reasoning import text_decoder
 from hybrid_rlhf.functional.masking import masked_mean
 from hybrid_rlhf.loop.non_finite import json_number
 from hybrid_rlhf.rl.batch import Batch, Rollout
@@ -71,7 +72,7 @@ def sample_text(rollout: Rollout, row: int, tokenizer: PreTrainedTokenizerBase) 
     """All turns of a row, and the observations between them."""
     places = rollout.response_mask[row].nonzero().flatten().tolist()
     tokens = rollout.input_ids[row, slice(places[0], places[-1] + 1) if places else slice(0)]
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return text_decoder(tokenizer)(tokens.tolist())
 
 
 def token_rows(batch: Batch, ratios: Tensor | None = None) -> list[dict[str, np.ndarray]]:

@@ -7,7 +7,8 @@
 | ShareGPT | a turn from `function_call`: JSON text of one call or a list | a turn from `observation` |
 | Hermes | `<tool_call>` around JSON in the text | `<tool_response>` in the text of a `tool` turn |
 
-`read_message` then parses arguments in JSON text. A result gets the name of its call, which some chat templates read.
+`read_message` then parses arguments in JSON text. Results are in the order of their calls and get
+their names, which some chat templates read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.messages import Message, Tools, read_message
+from hybrid_rlhf.data.chat.messages import Message, Tools, read_message, with_ordered_results
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.runtime.observability.logs import shortened
 
@@ -45,18 +46,8 @@ def with_tool_calls(location: str, messages: Sequence[Any]) -> list[Message]:
     Raises:
         UserError: naming `location`, for an invalid message, or a call that is not JSON.
     """
-    converted: list[Message] = []
-    pending: list[Message] = []
-    for message in messages:
-        for turn in _turns(location, message):
-            read = read_message(location, turn)
-            if read["role"] == "assistant":
-                pending = list(read.get("tool_calls", ()))
-            elif read["role"] == "tool" and pending:
-                call = pending.pop(0)
-                read = {"role": "tool", "name": call["function"]["name"], **read}
-            converted.append(read)
-    return converted
+    read = [read_message(location, turn) for message in messages for turn in _turns(location, message)]
+    return with_ordered_results(location, read, named=True)
 
 
 def tools_column(location: str, row: Row, messages: Sequence[Message]) -> dict[str, Tools]:

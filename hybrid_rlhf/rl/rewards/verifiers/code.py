@@ -15,7 +15,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hybrid_rlhf.rl.rewards.verifiers.verdicts import BadRow, Judgement, Map, Verdict, answer_of, failure_of
+from hybrid_rlhf.data.chat.reasoning import answer_of
+from hybrid_rlhf.rl.rewards.verifiers.verdicts import BadRow, Judgement, Map, Verdict, failure_of
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.sandbox.process import Sandbox
 

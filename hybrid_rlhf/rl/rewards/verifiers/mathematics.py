@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.rl.rewards.verifiers.verdicts import BadRow, Judgement, Map, Verdict, answer_of, failure_of
+from hybrid_rlhf.data.chat.reasoning import answer_of
+from hybrid_rlhf.rl.rewards.verifiers.verdicts import BadRow, Judgement, Map, Verdict, failure_of
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.sandbox.process import Sandbox, SandboxResult
 

@@ -36,8 +36,3 @@ Map = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 """Results of a function of each item, computed by the workers."""
 Verifier = Callable[[Sequence[str], Sequence[Any], Map], list[Judgement]]
 """Judges completions by the values of the column, none of which is None."""
-
-
-def answer_of(completion: str) -> str:
-    """The text after the reasoning, which may contain drafts of the answer."""
-    return completion.rpartition("</think>")[2]

@@ -1,0 +1,46 @@
+"""The text of completions as rewards, servers and people read it, and where its reasoning ends.
+
+Special tokens are left out of a text, but not the marks of reasoning that the template writes: Magistral and Ministral
+3 have special tokens [THINK] and [/THINK], without which reasoning and answer run together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rlhf.data.chat.messages import Tools
+from hybrid_rlhf.data.chat.template import CLOSES_THINKING, ChatTemplate, special_tokens
+
+_CLOSES = re.compile(f".*(?:{CLOSES_THINKING.pattern})", re.DOTALL | re.IGNORECASE)
+
+
+def text_decoder(tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None) -> Callable[[Sequence[int]], str]:
+    """A function of token ids that returns their text without special tokens, but with the template's marks of
+    reasoning."""
+    template = ChatTemplate.of(tokenizer, tools)
+    marks = None if template is None else template.thinking_marks
+    special = special_tokens(tokenizer)
+    shown = [mark for mark in marks or () if mark in special]
+    if not shown:
+        return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    skipped = {*tokenizer.convert_tokens_to_ids(list(special))} - {*tokenizer.convert_tokens_to_ids(shown)}
+    return lambda ids: str(tokenizer.decode([token for token in ids if token not in skipped]))
+
+
+def completion_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a completion's tokens; see `text_decoder`.
+
+    Without a chat template, the space after the role name is not part of the text.
+    """
+    text = text_decoder(tokenizer)([int(token) for token in ids])
+    return text if tokenizer.chat_template is not None else text.removeprefix(" ")
+
+
+def answer_of(completion: str) -> str:
+    """The text after the reasoning, which may contain drafts of the answer: after the last mark that closes it, in any
+    template's form."""
+    match = _CLOSES.match(completion)
+    return completion if match is None else completion[match.end() :]
