@@ -67,7 +67,7 @@ class Answer:
         self._token_text = token_text
         self._most_calls = 1 if isinstance(body, ChatBody) and body.parallel_tool_calls is False else None
         self._is_chat = isinstance(body, ChatBody)
-        # Like completion_text in data/chat/reasoning.py: without a template, a space follows the role's name.
+        # Like completion_text in data/chat/conversation.py: without a template, a space follows the role's name.
         drops_space = self._is_chat and tokenizer.chat_template is None
 
         names = function_names(body.used_tools) if isinstance(body, ChatBody) else frozenset[str]()

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.data.chat.conversation import (
     EncodedSequence,
+    completion_text,
     encode_completion,
     encode_conversation,
     encode_prompt,
@@ -21,7 +22,7 @@ from hybrid_rlhf.data.chat.conversation import (
     turn_end,
 )
 from hybrid_rlhf.data.chat.messages import Message, read_message, row_tools
-from hybrid_rlhf.data.chat.reasoning import answer_of, completion_text
+from hybrid_rlhf.data.chat.reasoning import answer_of
 from hybrid_rlhf.data.chat.template import refused, unrendered
 from hybrid_rlhf.data.rows.formats import read_sft_row
 from hybrid_rlhf.data.rows.stepwise import encode_steps
@@ -409,7 +410,7 @@ def test_every_part_of_a_turn_of_gpt_oss_is_learned() -> None:
         assert rows[0].input_ids[: len(encode_prompt(turns[:5], tokenizer))] == encode_prompt(turns[:5], tokenizer)
     assert unrendered([USER, {**call, "tool_calls": [CALL, CALL]}], tokenizer, None) == ["tool_calls (after the first)"]
     shown = CHATML.replace(
-        "message['content']", "(message.tool_calls[0].function.name if message.tool_calls else message.content)"
+        "message['content']", "(message.tool_calls[0].function | tojson if message.tool_calls else message.content)"
     )
     assert unrendered([{**call, "content": "beside"}], tiny_tokenizer(shown), None) == ["content (beside tool_calls)"]
     assert refused("tool_calls (after the first)") and refused("content (beside tool_calls)")

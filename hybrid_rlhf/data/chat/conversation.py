@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools, continued_turn, is_learned
+from hybrid_rlhf.data.chat.reasoning import text_decoder
 from hybrid_rlhf.data.chat.template import SYSTEM_TURN, ChatTemplate, leading_bos, render, render_unfinished, token_ids
 from hybrid_rlhf.runtime.observability.logs import shortened
 
@@ -205,6 +206,15 @@ def head_tokens(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase,
     ]
     head = os.path.commonprefix([*texts, render(messages, tokenizer, tools=tools)])
     return len(token_ids(head, tokenizer))
+
+
+def completion_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a completion's tokens; see `text_decoder`.
+
+    Without a chat template, the space after the role name is not part of the text.
+    """
+    text = text_decoder(tokenizer)([int(token) for token in ids])
+    return text if tokenizer.chat_template is not None else text.removeprefix(" ")
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, context: str = "") -> EncodedSequence:

@@ -22,21 +22,12 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None)
     reasoning."""
     template = ChatTemplate.of(tokenizer, tools)
     marks = None if template is None else template.thinking_marks
-    special = special_tokens(tokenizer)
+    special = special_tokens(tokenizer) if marks else ()
     shown = [mark for mark in marks or () if mark in special]
     if not shown:
         return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
     skipped = {*tokenizer.convert_tokens_to_ids(list(special))} - {*tokenizer.convert_tokens_to_ids(shown)}
     return lambda ids: str(tokenizer.decode([token for token in ids if token not in skipped]))
-
-
-def completion_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a completion's tokens; see `text_decoder`.
-
-    Without a chat template, the space after the role name is not part of the text.
-    """
-    text = text_decoder(tokenizer)([int(token) for token in ids])
-    return text if tokenizer.chat_template is not None else text.removeprefix(" ")
 
 
 def answer_of(completion: str) -> str:

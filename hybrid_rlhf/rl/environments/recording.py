@@ -17,8 +17,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.chat.calls import AssistantTurn, function_names, read_reply
+from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.data.chat.reasoning import completion_text
 from hybrid_rlhf.data.chat.template import token_ids
 from hybrid_rlhf.generation.open_batch import TokenSource
 from hybrid_rlhf.generation.sampling import Completion, derive_seed

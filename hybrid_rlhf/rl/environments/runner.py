@@ -19,9 +19,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.values import is_text
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.data.chat.conversation import encode_prompt
+from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
 from hybrid_rlhf.data.chat.messages import ROLES, Message, read_message, row_tools
-from hybrid_rlhf.data.chat.reasoning import completion_text
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
 from hybrid_rlhf.loop.user_code import describe_error
 from hybrid_rlhf.rl.batch import Episode

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import OnFailure, RewardComponentConfig
+from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.chat.messages import Message, Tools, row_tools
-from hybrid_rlhf.data.chat.reasoning import completion_text
 from hybrid_rlhf.rl.batch import LocalRows, Rollout
 from hybrid_rlhf.rl.rewards.verifiers.verdicts import Verdict
 from hybrid_rlhf.runtime.observability.logs import shortened

@@ -9,8 +9,7 @@ from hybrid_rlhf.cli.saved_models.evaluation.held_out import source_rows
 from hybrid_rlhf.cli.saved_models.loading import load_engine
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
-from hybrid_rlhf.data.chat.conversation import encode_prompt
-from hybrid_rlhf.data.chat.reasoning import completion_text
+from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
 from hybrid_rlhf.data.rows.formats import PromptRow, read_prompt_row
 
 
