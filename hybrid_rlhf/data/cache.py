@@ -12,6 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from hybrid_rlhf.runtime.files.reading import cache_folder
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World, run_once_per_host
 
+_DATE_FUNCTION = "strftime_now"
+"""Function of transformers that gives templates the current time; they write the day (Llama 3.2, gpt-oss)."""
 _MANY_ROWS = 20_000
 """Number of rows from which writing takes seconds, so that the log announces it."""
 _BATCH_ROWS = 1000
@@ -55,7 +58,8 @@ def cached_rows(
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The properties of a tokenizer that tokens depend on: rules, special tokens and chat template."""
+    """The properties of a tokenizer that tokens depend on: rules, special tokens, chat template, and the date if the
+    template writes it."""
     rules = (
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     )
@@ -64,6 +68,7 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         "rules": hashlib.sha256(rules.encode()).hexdigest(),
         "special": special,
         "template": tokenizer.chat_template,
+        "date": date.today().isoformat() if _DATE_FUNCTION in str(tokenizer.chat_template) else None,
     }
 
 

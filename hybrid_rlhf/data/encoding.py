@@ -26,7 +26,7 @@ from hybrid_rlhf.data.chat.conversation import (
 )
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.chat.template import has_value, refused, unrendered
-from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.files import Row, json_value
 from hybrid_rlhf.data.rows.formats import (
     ConversationRow,
     read_labelled_row,
@@ -151,7 +151,7 @@ def encode_prompt_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBas
         {
             "input_ids": ids[:head] + ids[max(head, head + len(ids) - limit) :],
             "prompt": json.dumps(record.messages, ensure_ascii=False),
-            "columns": json.dumps(record.columns, ensure_ascii=False, default=str),
+            "columns": json.dumps(record.columns, ensure_ascii=False, default=json_value),
             "length": min(len(ids), limit),
             "full_length": len(ids),
             "cut": len(ids) > limit,

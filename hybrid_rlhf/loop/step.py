@@ -27,6 +27,7 @@ from hybrid_rlhf.configs.parsing.building import build_config, plain
 from hybrid_rlhf.configs.parsing.schema import Layer
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.data.rows.files import json_line
+from hybrid_rlhf.data.rows.sources import table_rows
 from hybrid_rlhf.runtime.files.reading import cache_folder
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Callback
@@ -201,7 +202,7 @@ def _sources(data: Rows, cache_dir: str | None) -> list[Any]:
         return [os.fspath(data)]
     if not isinstance(data, Iterable):
         raise UserError(f"data must be a path or rows, got {data!r}: give a path, a list of dicts or a data set")
-    rows = data.to_list() if isinstance(data, Dataset) else list(data)
+    rows = list(table_rows(data, "data")) if isinstance(data, Dataset) else list(data)
     if not rows:
         raise UserError("data must have rows, got none: give a path, a list of dicts or a datasets.Dataset")
     if not all(isinstance(row, Mapping) and "path" not in row for row in rows):

@@ -1,8 +1,8 @@
 """Bodies of requests, checked: OpenAI's keys, and those that vLLM adds.
 
-A key that this server does not read is refused by name, unless its value has no effect (`_NEUTRAL`). All values must
-have the type in OpenAI's reference; nothing is converted. Numbers and counts are bounded here, before a text is
-tokenized or a tensor allocated; a body is parsed on another thread than the server's event loop.
+A key that this server does not read is refused by name, unless its value has no effect: null, or a value of
+`_NEUTRAL`. All values must have the type in OpenAI's reference; nothing is converted. Numbers and counts are bounded
+here, before a text is tokenized or a tensor allocated; a body is parsed on another thread than the server's event loop.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import nearest_hint, require_template_variables
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.data.rows.files import without_nulls
 from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
 from hybrid_rlhf.serving.web import StrictBody, require_few_values
 
@@ -37,6 +38,8 @@ _IGNORED = (
     *("reasoning_effort", "verbosity"),
 )
 """Keys without an effect on an answer of this server."""
+_OPTIONS = ("stream_options", "response_format")
+"""Keys whose values are objects with keys of their own."""
 _MOST_SAMPLES = 128
 """Limit of OpenAI on `n`."""
 _MOST_PROMPTS = 4096
@@ -273,8 +276,8 @@ class ChatBody(GenerationBody, TemplateBody):
 
     @property
     def used_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the template receives."""
-        return None if self.tool_choice == "none" else self.tools or None
+        """The tools that the template receives, without nulls, as in rows of training."""
+        return None if self.tool_choice == "none" else without_nulls(self.tools) or None
 
     @property
     def limit(self) -> int | None:
@@ -509,6 +512,7 @@ def checked(kind: type[BodyT], values: dict[str, Any]) -> BodyT:
     Raises:
         UserError: with the rule, the value and the fix.
     """
+    values = _given(kind, values)
     for name in _IGNORED:
         values.pop(name, None)
     for name, accepted in _NEUTRAL.items():
@@ -522,6 +526,19 @@ def checked(kind: type[BodyT], values: dict[str, Any]) -> BodyT:
     if isinstance(body, GenerationBody):
         body.check()
     return body
+
+
+def _given(kind: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a body without those that are null, as clients send that write all keys of OpenAI's types; required
+    keys are kept. The same holds for the keys of options."""
+    given = {}
+    for name, value in values.items():
+        field = kind.model_fields.get(name)
+        if name in _OPTIONS and isinstance(value, dict):
+            value = {key: option for key, option in value.items() if option is not None}
+        if value is not None or (field is not None and field.is_required()):
+            given[name] = value
+    return given
 
 
 def _rejected(kind: type[BaseModel], error: ValidationError) -> KeyRejected:

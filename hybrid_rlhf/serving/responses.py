@@ -52,7 +52,7 @@ class ResponseBody(StrictBody):
         Raises:
             UserError: for an item that is no text, or another format than text.
         """
-        if (self.text or {}).get("format", _PLAIN) != _PLAIN:
+        if ((self.text or {}).get("format") or _PLAIN) != _PLAIN:
             raise KeyRejected("text.format", "must be text in a response: use /v1/chat/completions for others")
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
@@ -65,7 +65,7 @@ class ResponseBody(StrictBody):
 
 def _message(location: str, item: dict[str, Any]) -> dict[str, Any]:
     """A message of a chat request from an item of the input."""
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     content = item.get("content")
     if kind != "message" or not isinstance(item.get("role"), str):
         raise KeyRejected(location, f"must be a message with a role, got type {kind!r:.40}: leave it out")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from hybrid_rlhf.data.chat.calls import AssistantTurn, ToolCall, function_names, read_reply, shown_so_far
@@ -24,11 +26,22 @@ HERMES = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": [2]}}\n</tool_
          [ADD, TIME]),
         (' [{"name": "add", "arguments": "{\\"x\\": 1, \\"y\\": [2]}"}]', "", [ADD]),
         ('[TOOL_CALLS]add[ARGS]{"x": 1, "y": [2]}[TOOL_CALLS]get.time{}', "", [ADD, TIME]),
+        ("[TOOL_CALLS]get.time[ARGS]null", "", [TIME]),
     ],
 )  # fmt: skip
 def test_every_format_is_read(text: str, content: str, calls: list[ToolCall]) -> None:
     assert read_reply(text, NAMES) == AssistantTurn(content, calls)
     assert read_reply(text, frozenset()) == AssistantTurn(text)
+
+
+@pytest.mark.parametrize("arguments", ["null", '"null"', '""', '"{}"', "{}"])
+def test_null_arguments_are_none(arguments: str) -> None:
+    """In what a model writes, and in rows and histories."""
+    call = f'{{"name": "get.time", "arguments": {arguments}}}'
+    for text in (f"<tool_call>{call}</tool_call>", call, call.replace("arguments", "parameters")):
+        assert read_reply(text, NAMES).calls == [TIME]
+    message = {"role": "assistant", "tool_calls": [{"function": json.loads(call)}]}
+    assert read_message("m", message)["tool_calls"][0]["function"]["arguments"] == {}
 
 
 @pytest.mark.parametrize(

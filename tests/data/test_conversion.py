@@ -52,6 +52,60 @@ def test_continuations_of_a_dialogue_become_pairs(write_jsonl: Write) -> None:
     ]
 
 
+ALPACA = {"instruction": "q", "input": "", "output": "a"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+OPENAI = {"messages": [user("q"), assistant("a")]}
+LABELLED = {"prompt": [user("q")], "completion": [assistant("a")]}
+PAIR = {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
+
+
+@pytest.mark.parametrize("row", [ALPACA, SHAREGPT, OPENAI])
+def test_labels_and_rejected_answers_are_kept(row: Row, write_jsonl: Write) -> None:
+    """As conversations for SFT, undesirable answers would be learned."""
+    for columns, expected in (
+        ({"kto_tag": False}, {**LABELLED, "label": False}),
+        ({"label": True}, {**LABELLED, "label": True}),
+        ({"kto_tag": "False"}, {**LABELLED, "label": False}),
+        ({"rejected_response": "b"}, PAIR),
+        ({"rejected_messages": [user("q"), assistant("b")]}, PAIR),
+        ({"label": None, "rejected_response": None}, OPENAI),
+    ):
+        rows, report = converted(write_jsonl([{**row, **columns}]))
+        assert (rows, report.problems.texts) == ([expected], [])
+    for columns, problem in (
+        ({"kto_tag": "maybe"}, "column 'kto_tag' must be true or false, got 'maybe'"),
+        ({"images": ["x.png"]}, "a row must be text, got column 'images'"),
+        ({"label": 1, "rejected_response": "b"}, "a label or a rejected answer, got label True"),
+    ):
+        rows, report = converted(write_jsonl([{**row, **columns}]), skip_bad=False)
+        assert len(report.problems.texts) == 1 and problem in report.problems.texts[0]
+
+
+def test_helpsteer_and_nectar_become_ranked_answers_and_pairs(write_jsonl: Write) -> None:
+    rated = [
+        {"prompt": "q", "response": text, "helpfulness": score, "correctness": 4}
+        for text, score in (("a", 4), ("b", 1))
+    ]
+    several = "q\n<extra_id_1>Assistant\nr\n<extra_id_1>User\ns\n<extra_id_1>Assistant\n"
+    ranked = {"prompt": [user("q")], "responses": [[assistant("a")], [assistant("b")]], "ranks": [1.0, 2.0]}
+    assert converted(write_jsonl(rated))[0] == [ranked]
+    rated = [{**row, "prompt": several} for row in rated]
+    assert converted(write_jsonl(rated))[0] == [{**ranked, "prompt": [user("q"), assistant("r"), user("s")]}]
+    answers = [{"answer": "b", "rank": 2.0, "model": "m"}, {"answer": "a", "rank": 1.0, "model": "n"}]
+    nectar = {"prompt": "\n\nHuman: q\n\nAssistant: ", "answers": answers, "turns": 1}
+    assert converted(write_jsonl([nectar]), ranked_as="pairs")[0] == [PAIR]
+    context = {"context": [user("q")], "domain": "code"}
+    preferred = [
+        {**context, "response1": "a", "response2": "b", "overall_preference": -2},
+        {**context, "response1": "b", "response2": "a", "overall_preference": 1},
+    ]
+    assert converted(write_jsonl(preferred))[0] == [PAIR, PAIR]
+    pairs = [{"prompt": "q", "response_1": "a", "response_2": "b", "preference_strength": -1}]
+    assert converted(write_jsonl(pairs))[0] == [PAIR]
+    equal = [{**context, "response1": "a", "response2": "b", "overall_preference": 0}]
+    assert "a pair needs a preference" in converted(write_jsonl(equal))[1].problems.texts[0]
+
+
 @pytest.mark.parametrize("prompt", ["\n\nHuman: Sweet?", "Sweet?\n\nAssistant:", "Sweet?"])
 def test_a_prompt_that_the_assistant_does_not_answer_is_no_dialogue(write_jsonl: Write, prompt: str) -> None:
     with user_error("one of the formats hh, sharegpt.*got columns chosen, prompt, rejected"):
@@ -409,6 +463,9 @@ EXAMPLES: dict[FormatName, Row] = {
     "alpaca": {"instruction": "q", "input": "i", "output": "a", "history": [["a", "b"]], "system": "s"},
     "ultrafeedback": {"instruction": "q", "completions": [feedback("a", 1), feedback("b", rating="2")]},
     "openassistant": tree_message("p1", None, "q"),
+    "helpsteer2": {"prompt": "q", "response": "a", "helpfulness": 3},
+    "helpsteer3": {"context": [user("q")], "response1": "a", "response2": "b", "overall_preference": -1},
+    "nectar": {"prompt": "\n\nHuman: q\n\nAssistant: ", "answers": [{"answer": "a", "rank": 1.0}]},
     "openai_comparisons": {"info": {"article": "x"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 0},
     "openai_messages": {"messages": [user("q"), assistant("a")], "tools": [], "input": {}, "preferred_output": []},
 }

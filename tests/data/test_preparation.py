@@ -37,6 +37,8 @@ def rows_of(file: Path) -> list[Row]:
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference", "prompt + chosen + rejected"),
         ({"prompt": "q", "responses": ["a", "b"], "ranks": [1, 2]}, "preference", "prompt + responses + ranks"),
         ({"prompt": "q", "completion": "a", "label": True}, "preference", "prompt + completion + label"),
+        ({"messages": MESSAGES, "label": False}, "preference", "messages + label"),
+        ({"messages": MESSAGES, "label": "news"}, "sft", "messages"),
         ({"prompt": "q", "completions": ["a"], "labels": [1]}, "reward", "prompt + completions + labels"),
         ({"prompt": "q", "answer": "42"}, "rl", "prompt"),
         ({"text": "plain"}, "sft", "text"),
@@ -49,6 +51,25 @@ def test_the_step_is_guessed_and_the_form_named(
     assert (report.task, dict(report.forms), report.problems.texts) == (task, {form: 2}, [])
     assert report.columns == Counter({name: 2 for name in row})
     assert len(report.lengths) == 2 and report.lengths[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "q", "response": "a", "helpfulness": 4}, "got the format helpsteer2: convert"),
+        ({"prompt": "q", "answers": [{"answer": "a", "rank": 1}]}, "got the format nectar: convert"),
+        ({"messages": MESSAGES, "rejected_response": "b"}, "got the format openai_messages: convert"),
+        ({"messages": MESSAGES, "kto_tag": False}, "got the format openai_messages: convert"),
+        (
+            {"prompt": "q", "response_a": "a", "response_b": "b"},
+            "prompts for RL has no answers, got column 'response_a'",
+        ),
+        ({"prompt": "q", "rejected": "a"}, "prompts for RL has no answers, got column 'rejected'"),
+    ],
+)
+def test_rows_of_no_step_are_not_taken_for_another(row: Row, problem: str, write_jsonl: Write) -> None:
+    with user_error(problem):
+        check_source(str(write_jsonl([row])))
 
 
 def test_all_problems_are_kept_with_their_lines(write_jsonl: Write) -> None:

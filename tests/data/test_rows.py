@@ -70,6 +70,16 @@ def test_ranked_lists_become_all_their_pairs() -> None:
     )
 
 
+def test_labelled_rows() -> None:
+    """Labels of spreadsheets are text."""
+    for label, desirable in ((True, True), (0, False), ("True", True), ("FALSE", False)):
+        for row in ({"prompt": "q", "completion": "a"}, {"messages": [USER, ANSWER]}):
+            record = read_labelled_row("f:1", {**row, "label": label})
+            assert (record.prompt, record.completions, record.labels) == ([USER], [[ANSWER]], [desirable])
+    with user_error("column 'label' must be true .* got 'good'"):
+        read_labelled_row("f:1", {"messages": [USER, ANSWER], "label": "good"})
+
+
 def test_prompt_rows() -> None:
     assert read_prompt_row("f:1", {"prompt": "q", "answer": 4}).columns == {"answer": 4}
     assert read_prompt_row("f:1", {"prompt": "q"}).messages == [USER]
@@ -103,6 +113,13 @@ BAD_ROWS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"messages": [USER, {**ANSWER, "weight": True}]}, "column 'messages': the weight .* 0 or 1, got True"),
         ({"messages": [{**USER, "weight": 0}, ANSWER]}, "only assistant turns have a weight, got 0 .* user"),
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, "turn of weight 1, got weight 0 for each"),
+        (
+            {"messages": [USER, ANSWER], "label": False},
+            "for SFT must have no label of its answer, got column 'label' False",
+        ),
+        ({"prompt": "q", "completion": "a", "label": 0}, "no label of its answer, got column 'label' 0"),
+        ({"messages": [USER, ANSWER], "rejected_response": "b"}, "no rejected answer, got column 'rejected_response'"),
+        ({"messages": [USER, ANSWER], "images": ["a.png"]}, r"must be text, got column 'images' with \['a.png'\]"),
     ],
     read_preference_row: [
         ({"instruction": "q", "output": "a"}, "got the format alpaca: convert it with"),
@@ -146,7 +163,10 @@ def test_an_invalid_row_is_named_by_file_line_and_column(
     line = str(caught.value)
     assert line.startswith(f"{file}:3: ") and "\n" not in line
     assert line.endswith(
-        (": fix the row", "remove the row", "rename or add columns", ": remove one", "remove it", "data convert")
+        (
+            *(": fix the row", "remove the row", "rename or add columns", ": remove one", "remove it", "data convert"),
+            "remove the column",
+        )
     )
 
 

@@ -104,7 +104,7 @@ def test_a_table_without_rows_is_rejected(kind: str, tmp_path: Path) -> None:
         ("r.jsonl", "\n\n", "must have rows"),
         ("r.jsonl.gz", "{}", "r.jsonl.gz is not valid gzip"),
         ("r.jsonl.zst", "{}", "r.jsonl.zst is not valid zstd"),
-        ("r.txt", "{}", "a data file must be .jsonl, .json, .csv or .parquet, got"),
+        ("r.txt", "{}", "a data file must be .jsonl, .json, .csv, .parquet or .arrow, got"),
         ("r.csv", "prompt\n" + "q" * 200_000 + "\n", None),
     ],
 )

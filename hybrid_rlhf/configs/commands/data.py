@@ -20,7 +20,17 @@ from hybrid_rlhf.configs.sections.rules import (
 
 CheckedTask = Literal["auto", "sft", "reward", "preference", "rl"]
 FormatName = Literal[
-    "auto", "hh", "sharegpt", "alpaca", "openassistant", "ultrafeedback", "openai_comparisons", "openai_messages"
+    "auto",
+    "hh",
+    "sharegpt",
+    "alpaca",
+    "openassistant",
+    "ultrafeedback",
+    "helpsteer2",
+    "helpsteer3",
+    "nectar",
+    "openai_comparisons",
+    "openai_messages",
 ]
 RankedAs = Literal["ranks", "pairs", "messages"]
 _PARTS_EXAMPLE = "train=0.9,test=0.1"
@@ -30,8 +40,8 @@ class _SourceConfig(Settings):
     """Settings of a command on the rows of a source."""
 
     path: Annotated[str, "a data source must be named, got none: give a file, a folder or a hub name"] = ""
-    """A .jsonl, .json, .csv or .parquet file, a pattern or folder of them, a folder of datasets.save_to_disk, or a hub
-    name."""
+    """A .jsonl, .json, .csv, .parquet or .arrow file, a pattern or folder of them, a folder of datasets.save_to_disk,
+    or a hub name."""
 
 
 class CheckConfig(_SourceConfig):
@@ -68,8 +78,8 @@ class ConvertConfig(_SourceConfig):
     format: FormatName = "auto"
     """Format of the source; auto: inferred from the columns of its first row."""
     ranked_as: RankedAs = "ranks"
-    """How ranked completions (openassistant, ultrafeedback) are written. ranks: all of them, with ranks; pairs: the
-    best and the worst as chosen and rejected; messages: conversations with the best."""
+    """How ranked completions (openassistant, ultrafeedback, helpsteer2, helpsteer3, nectar) are written. ranks: all of
+    them, with ranks; pairs: the best and the worst as chosen and rejected; messages: conversations with the best."""
     skip_bad: bool = False
     """Omit rows that cannot be converted; otherwise the command fails on such a row and writes nothing."""
     overwrite: bool = False

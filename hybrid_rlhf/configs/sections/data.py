@@ -27,8 +27,8 @@ class DataSource(Settings):
     """One source of a blend."""
 
     path: str
-    """A .jsonl, .json, .csv or .parquet file (all but the last also as .gz or .zst), a pattern or folder of them, a
-    folder of datasets.save_to_disk, or a hub name."""
+    """A .jsonl, .json, .csv (each also as .gz or .zst), .parquet or .arrow file, a pattern or folder of them, a folder
+    of datasets.save_to_disk, or a hub name."""
     weight: float = 1.0
     """Passes over this source per epoch: 0.5 takes half of its rows, 2 takes each row twice."""
     split_name: str = "train"

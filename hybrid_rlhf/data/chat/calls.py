@@ -2,7 +2,8 @@
 
 Formats, with special tokens or without, as decoding may skip them: `<tool_call>{"name", "arguments"}</tool_call>`
 (Hermes, Qwen); JSON with `name` and `parameters` or `arguments`, one call, a list, or several with `;` in between
-(Llama 3 after `<|python_tag|>`, Mistral after `[TOOL_CALLS]`); `name{...}` (Mistral since v11). Only calls of functions
+(Llama 3 after `<|python_tag|>`, Mistral after `[TOOL_CALLS]`); `name{...}` (Mistral since v11). Arguments that are null
+or missing are none. Only calls of functions
 that the conversation offers are read: text that does not parse, or names another function, stays text.
 """
 
@@ -14,12 +15,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_rlhf.data.chat.messages import Message, Tools
+from hybrid_rlhf.data.chat.messages import Message, Tools, read_arguments
 
 _TAG = "<tool_call>"
 _TAGGED = re.compile(rf"{_TAG}(.*?)</tool_call>", re.DOTALL)
 _BETWEEN = re.compile(r"(?:\[TOOL_CALLS\]|<\|python_tag\|>|[;,\s])*")
-_NAME = re.compile(r"([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
+_NAME = re.compile(r"([\w.-]+)\s*(?:(?:\[ARGS\])?\s*(?=\{)|\[ARGS\]\s*(?=null\b))")
 _OPENINGS = ("{", "[", "<|python_tag|>")
 """Beginnings of a completion that consists of calls only."""
 _DECODER = json.JSONDecoder()
@@ -112,9 +113,8 @@ def _calls(text: str, names: Collection[str]) -> Iterator[ToolCall]:
 def _call(value: Any, names: Collection[str]) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         raise ValueError("a call names a function that is offered")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+    given = value.get("arguments")
+    arguments = read_arguments(value.get("parameters") if given is None else given)
     if not isinstance(arguments, dict):
         raise ValueError("the arguments of a call are an object")
     return ToolCall(value["name"], arguments)

@@ -142,11 +142,13 @@ def _unpaired_error(location: str, ids: Sequence[Any], results: Sequence[Message
 
 
 def row_tools(location: str, row: Row) -> Tools | None:
-    """The functions that the assistant may call, from the column `tools`: a list of JSON schemas, or its JSON text."""
+    """The functions that the assistant may call, from the column `tools`: a list of JSON schemas or one schema, each,
+    or the whole, possibly as JSON text."""
     tools = _parsed(row.get("tools"))
     if tools is None or tools in ("", []):
         return None
-    tools = _listed(location, "tools", tools)
+    tools = [tools] if isinstance(tools, dict) and tools else tools
+    tools = [_parsed(tool) for tool in _listed(location, "tools", tools)]
     if not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"{location}: column 'tools' must contain JSON schemas, got {tools!r}: fix the row")
     return tools
@@ -199,14 +201,23 @@ def _tool_call(location: str, call: Any) -> dict[str, Any]:
             f"{location}: a tool call must be {{'function': {{'name': ..., 'arguments': ...}}}}, got {call!r}: "
             "fix the row"
         )
-    arguments = function.get("arguments")
-    arguments = {} if arguments in (None, "") else _parsed(arguments)
+    arguments = read_arguments(function.get("arguments"))
     if not isinstance(arguments, dict):
         raise UserError(
             f"{location}: the arguments of a tool call must be a mapping or its JSON text, got "
             f"{function['arguments']!r}: fix the row"
         )
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def read_arguments(value: Any) -> Any:
+    """The arguments of a call, which may be JSON text; null, also as text, and no text are no arguments.
+
+    Returns:
+        A mapping; what is no mapping is returned as it is read.
+    """
+    parsed = _parsed(value.strip() if isinstance(value, str) else value)
+    return {} if parsed in (None, "") else parsed
 
 
 def _listed(location: str, name: str, value: Any) -> list[Any]:

@@ -172,6 +172,8 @@ class ChatTemplate:
             missing += [_BESIDE_CALLS] if message.get("content") and self._drops_text_beside_calls else []
         if self._closes_thinking:
             missing += [f"{key}{_THINKING_OFF}" for key in keys if key in REASONING_KEYS and self.reads(key)]
+            if "</think>" in str(message.get("content")) and message["role"] == "assistant" and self._drops_inline:
+                missing.append(f"<think> in content{_THINKING_OFF}")
         return missing + ([f"role {message['role']}"] if self._role(message["role"]) != message["role"] else [])
 
     def reads(self, key: str) -> bool:
@@ -196,6 +198,12 @@ class ChatTemplate:
     def _closes_thinking(self) -> bool:
         """True if the generation prompt closes the thinking block."""
         return (self._try_render([_USER], add_generation_prompt=True) or "").rstrip().endswith("</think>")
+
+    @cached_property
+    def _drops_inline(self) -> bool:
+        """True if reasoning in the content of an answer is not rendered."""
+        thought = {**_ASSISTANT, "content": f"<think>\n{_ROLE_PROBE}\n</think>\n\n{_PROBE}"}
+        return _ROLE_PROBE not in (self._try_render([_USER, thought]) or _ROLE_PROBE)
 
     def _normalised(self, messages: Sequence[Message]) -> list[Message]:
         """Messages in the formats and roles that the template supports; joins a replaced user turn with its

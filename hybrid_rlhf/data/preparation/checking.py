@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from hybrid_rlhf.data.encoding import (
 from hybrid_rlhf.data.preparation.splitting import prompt_key
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import (
+    read_label,
     read_labelled_row,
     read_preference_row,
     read_prompt_row,
@@ -59,12 +61,18 @@ class RowForm:
 _PAIRS = (
     RowForm(("prompt", "responses", "ranks"), read_preference_row, encode_preference_row),
     RowForm(("prompt", "completion", "label"), read_labelled_row, encode_labelled_row),
+    RowForm(("messages", "label"), read_labelled_row, encode_labelled_row),
     RowForm(("prompt", "chosen", "rejected"), read_preference_row, encode_preference_row),
     RowForm(("chosen", "rejected"), read_preference_row, encode_preference_row),
 )
+_STEPS = ("prompt", "completions", "labels")
+_ANSWER = re.compile(
+    r"(\w+_)?(responses?|outputs?|completions?|chosen|rejected|preferred|generations?)(_?\w+)?|kto_tag"
+)
+"""Columns with answers of models, from which a task is not guessed to be RL."""
 _encode_steps = partial(encode_stepwise_row, separator=RewardObjectiveConfig().step_separator)
 FORMS: dict[CheckedTask, tuple[RowForm, ...]] = {
-    "reward": (RowForm(("prompt", "completions", "labels"), read_stepwise_row, _encode_steps), *_PAIRS),
+    "reward": (RowForm(_STEPS, read_stepwise_row, _encode_steps), *_PAIRS),
     "preference": _PAIRS,
     "sft": tuple(
         RowForm(columns, read_sft_row, encode_sft_row)
@@ -181,9 +189,17 @@ def _guessed(location: str, row: Row) -> CheckedTask:
     if published_format(row) is not None:
         raise unreadable_row_error(location, row, [])
     for task, forms in FORMS.items():
+        form = _form(forms, row)
+        if form is None or (form.columns == ("messages", "label") and read_label(row["label"]) is None):
+            continue
+        answer = next(filter(_ANSWER.fullmatch, row), None) if task == "rl" else None
+        if answer is not None:
+            raise UserError(
+                f"{location}: a row of prompts for RL has no answers, got column {answer!r}: convert or rename it, or "
+                "give --task rl to pass it to reward functions"
+            )
         # The reward model and preference losses read the same pairs.
-        if _form(forms, row) is not None:
-            return "preference" if task == "reward" and "completions" not in row else task
+        return "preference" if task == "reward" and form.columns != _STEPS else task
     wanted = [" + ".join(form.columns) for forms in FORMS.values() for form in forms]
     raise unreadable_row_error(location, row, list(dict.fromkeys(wanted)))
 

@@ -1,7 +1,8 @@
-"""Rows of one file: JSONL, JSON and CSV, plain or compressed with gzip or Zstandard, and Parquet.
+"""Rows of one file: JSONL, JSON and CSV, plain or compressed with gzip or Zstandard, Parquet and Arrow.
 
 JSON and CSV are parsed here instead of by `datasets`: errors name file and line, rows may have different columns, and
-no types are inferred.
+no types are inferred. Null columns and keys are omitted in every format, because Arrow has null for missing ones: the
+same rows are the same in all formats.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.rows.arrow import arrow_rows, decimal_number
 from hybrid_rlhf.runtime.files.atomic import output_file
 from hybrid_rlhf.runtime.files.reading import NotJSON, not_text, parse_json
 
@@ -28,8 +32,10 @@ Row = dict[str, Any]
 LocatedRows = Iterator[tuple[str, Row]]
 OnBadLine = Callable[[UserError], None]
 """Receives the error of a line that is not a row; an exception that it raises ends the reading."""
-FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
-TYPES_TEXT = ".jsonl, .json, .csv or .parquet"
+FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+TYPES_TEXT = ".jsonl, .json, .csv, .parquet or .arrow"
+_TABLES = {".parquet": "Parquet", ".arrow": "Arrow"}
+"""Types that have their own compression."""
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _JSON_CELLS = ("messages", "tools", "completions", "labels", "responses", "ranks", "label", "margin", "score")
 """Columns that are not text, which a CSV file writes as JSON."""
@@ -38,7 +44,7 @@ _JSON_CELLS = ("messages", "tools", "completions", "labels", "responses", "ranks
 def file_type(path: Path) -> str | None:
     """The type of a data file by its name, such as .jsonl for rows.jsonl.gz; None if it is not a data file."""
     suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
-    is_known = suffix in FILE_TYPES and (suffix != ".parquet" or path.suffix == suffix)
+    is_known = suffix in FILE_TYPES and (suffix not in _TABLES or path.suffix == suffix)
     return suffix if is_known else None
 
 
@@ -61,13 +67,20 @@ def rows_file(path: str, *, overwrite: bool) -> Path:
 
 
 def read_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
-    """The rows of a file with their locations; cells of CSV are text.
+    """The rows of a file with their locations, without null columns and keys; cells of CSV are text.
 
     Raises:
         UserError: if the file is not of its type.
     """
-    readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
-    return readers[str(file_type(path))](path, on_bad_line)
+    readers = {
+        ".jsonl": _jsonl_rows,
+        ".json": _json_rows,
+        ".csv": _csv_rows,
+        ".parquet": _parquet_rows,
+        ".arrow": _arrow_rows,
+    }
+    rows = readers[str(file_type(path))](path, on_bad_line)
+    return ((location, without_nulls(row)) for location, row in rows)
 
 
 def count_rows(path: Path) -> int | None:
@@ -76,6 +89,9 @@ def count_rows(path: Path) -> int | None:
     if kind == ".parquet":
         with readable(path), pyarrow.parquet.ParquetFile(path) as file:
             return int(file.metadata.num_rows)
+    if kind == ".arrow":
+        with readable(path):
+            return sum(batch.num_rows for batch in _arrow_batches(path))
     if kind != ".jsonl":
         return None
     with _opened(path) as file:
@@ -92,7 +108,7 @@ def decode_cells(rows: LocatedRows, on_bad_line: OnBadLine) -> LocatedRows:
     """Rows of CSV, with the values of the columns that are not text."""
     for location, row in rows:
         try:
-            decoded = {name: _cell(location, name, text) for name, text in row.items()}
+            decoded = without_nulls({name: _cell(location, name, text) for name, text in row.items()})
         except UserError as error:
             on_bad_line(error)
             continue
@@ -100,12 +116,19 @@ def decode_cells(rows: LocatedRows, on_bad_line: OnBadLine) -> LocatedRows:
 
 
 def json_line(row: Row) -> bytes:
-    """A row as a line of UTF-8; types that JSON lacks (dates, decimals, bytes in Parquet) become text."""
-    return f"{json.dumps(row, ensure_ascii=False, default=str)}\n".encode()
+    """A row as a line of UTF-8; see `json_value`."""
+    return f"{json.dumps(row, ensure_ascii=False, default=json_value)}\n".encode()
+
+
+def json_value(value: Any) -> Any:
+    """A value of a type that JSON lacks: decimals are numbers, arrays of numpy lists, dates and bytes text."""
+    if isinstance(value, Decimal):
+        return decimal_number(value)
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else str(value)
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the null entries of mappings with which Arrow fills missing columns and keys."""
+    """A value without the null entries of mappings, with which Arrow fills missing columns and keys."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -119,7 +142,8 @@ def readable(path: str | Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001
-        kind = "valid Parquet" if str(path).endswith(".parquet") else "a readable data set"
+        table = _TABLES.get(Path(path).suffix)
+        kind = "a readable data set" if table is None else f"valid {table}"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path} is not {kind} ({reason}): check the file") from error
 
@@ -162,9 +186,11 @@ def _parsed(line: str, location: str) -> tuple[str, Row]:
         row = parse_json(line.rstrip("\r\n"))
     except NotJSON as error:
         column = "" if error.column is None else f" at column {error.column}"
-        raise UserError(f"{location}: a line must be JSON ({error.reason}{column}): fix the line") from error
+        whole = ", or rename the file to .json if it is one list" if line.lstrip().startswith("[") else ""
+        raise UserError(f"{location}: a line must be JSON ({error.reason}{column}): fix the line{whole}") from error
     if not isinstance(row, dict):
-        raise UserError(f"{location}: a row must be a JSON object, got {type(row).__name__}: fix the line")
+        whole = ", or rename the file to .json if it is one list" if isinstance(row, list) else ""
+        raise UserError(f"{location}: a row must be a JSON object, got {type(row).__name__}: fix the line{whole}")
     return location, row
 
 
@@ -229,7 +255,7 @@ def _cell(location: str, column: str, text: str) -> Any:
     if column not in _JSON_CELLS:
         return text
     try:
-        return parse_json(text.lower() if text in ("True", "False") else text)
+        return parse_json(text.lower() if text.lower() in ("true", "false") else text)
     except NotJSON as error:
         raise UserError(
             f"{location}: column {column!r} of a CSV file must be JSON ({error.reason}), got {text!r}: fix the row"
@@ -237,7 +263,24 @@ def _cell(location: str, column: str, text: str) -> Any:
 
 
 def _parquet_rows(path: Path, _: OnBadLine) -> LocatedRows:
-    with readable(path), pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
-        batches = file.iter_batches(batch_size=1000)
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-            yield f"{path}: row {number}", without_nulls(row)
+    with readable(path), pyarrow.parquet.ParquetFile(path, memory_map=True, arrow_extensions_enabled=True) as file:
+        for index, row in enumerate(arrow_rows(file.iter_batches(batch_size=1000)), start=1):
+            yield f"{path}: row {index}", row
+
+
+def _arrow_rows(path: Path, _: OnBadLine) -> LocatedRows:
+    with readable(path):
+        for index, row in enumerate(arrow_rows(_arrow_batches(path)), start=1):
+            yield f"{path}: row {index}", row
+
+
+def _arrow_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
+    """The batches of Arrow's stream, which `datasets` writes, or of its file format (Feather)."""
+    with pyarrow.memory_map(str(path)) as file:
+        is_stream = file.read(6) != b"ARROW1"
+        file.seek(0)
+        if is_stream:
+            yield from pyarrow.ipc.open_stream(file)
+            return
+        reader = pyarrow.ipc.open_file(file)
+        yield from map(reader.get_batch, range(reader.num_record_batches))

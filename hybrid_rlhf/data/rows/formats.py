@@ -4,7 +4,7 @@
 |---|---|
 | SFT | messages; prompt + completion; prompt + chosen; text |
 | reward, preference | prompt + chosen + rejected (messages may begin with it), margin; or prompt + responses + ranks |
-| KTO, reward from labels | prompt + completion + label; or the above: chosen is desirable, rejected is not |
+| KTO, reward from labels | prompt + completion + label; messages + label; or a pair: chosen is desirable |
 | process reward | prompt + completions (the steps of one completion) + labels |
 | RL | prompt; or messages, without their last assistant turn; other columns are passed to reward functions |
 
@@ -15,6 +15,7 @@ Names and meanings are those of TRL's data sets; `responses` + `ranks` follows I
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -33,11 +34,14 @@ from hybrid_rlhf.data.chat.messages import (
     with_ordered_results,
 )
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.published import published_format
+from hybrid_rlhf.data.rows.published import LABELS, REJECTED, published_format
 from hybrid_rlhf.data.rows.sources import missing_columns_error
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 _SYSTEM_ROLES = ("system", "developer")
+_PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
+_OBJECT_WITH_MESSAGES = re.compile(r'\s*\{\s*"(messages|conversations)"\s*:\s*\[')
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,9 @@ class PromptRow:
 def read_sft_row(location: str, row: Row) -> ConversationRow:
     """Read a row for SFT."""
     continued = None
+    require_text(location, row)
+    if "text" not in row:
+        _refuse_preferences(location, row)
     if "messages" in row:
         messages = _messages(location, row, "messages")
     elif "prompt" in row and ("completion" in row or "chosen" in row):
@@ -130,6 +137,7 @@ def read_sft_row(location: str, row: Row) -> ConversationRow:
 
 def read_preference_row(location: str, row: Row) -> PreferenceRow:
     """Read a row of preferences."""
+    require_text(location, row)
     if "responses" in row and "ranks" in row:
         return _ranked(location, row)
     if "chosen" not in row or "rejected" not in row:
@@ -139,6 +147,9 @@ def read_preference_row(location: str, row: Row) -> PreferenceRow:
             f"{location}: columns 'chosen' and 'rejected' must differ, both are {shortened(str(row['chosen']))!r}: "
             "change one or remove the row"
         )
+    for name in ("chosen", "rejected"):
+        if isinstance(row[name], str):
+            _refuse_written_messages(location, name, row[name])
     if "prompt" not in row and any(isinstance(row[name], str) for name in ("chosen", "rejected")):
         # Their common prefix is not a turn: a template would render it as part of the assistant's.
         raise UserError(
@@ -170,22 +181,31 @@ def read_labelled_row(location: str, row: Row) -> LabelledRow:
         indices = sorted(chosen ^ rejected)  # a completion that is chosen and rejected in different pairs has no label
         completions = [record.completions[i] for i in indices]
         return LabelledRow(record.prompt, completions, [i in chosen for i in indices], record.tools)
-    if "prompt" not in row or "completion" not in row:
-        raise unreadable_row_error(location, row, ["prompt + completion + label", "prompt + chosen + rejected"])
-    label = row["label"]
-    if label not in (0, 1):
+    require_text(location, row)
+    whole = "messages" in row and not {"prompt", "completion"} & set(row)
+    if not whole and not {"prompt", "completion"} <= set(row):
+        wanted = ["prompt + completion + label", "messages + label", "prompt + chosen + rejected"]
+        raise unreadable_row_error(location, row, wanted)
+    label = read_label(row["label"])
+    if label is None:
         raise UserError(
-            f"{location}: column 'label' must be true (desirable) or false (undesirable), got {label!r}: fix the row"
+            f"{location}: column 'label' must be true (desirable) or false (undesirable), got {row['label']!r}: fix "
+            "the row"
         )
-    prompt = _turns(location, row, "prompt", role="user")
-    completion = _turns(location, row, "completion", role="assistant")
-    prompt, (completion,) = _separated(location, ["completion"], prompt, [completion])
-    _require_assistant(location, "completion", completion)
-    return LabelledRow(prompt, [completion], [bool(label)], row_tools(location, row))
+    if whole:
+        messages = _messages(location, row, "messages")
+        prompt, completion = messages[:-1], messages[-1:]
+    else:
+        prompt = _turns(location, row, "prompt", role="user")
+        completion = _turns(location, row, "completion", role="assistant")
+        prompt, (completion,) = _separated(location, ["completion"], prompt, [completion])
+    _require_assistant(location, "messages" if whole else "completion", completion)
+    return LabelledRow(prompt, [completion], [label], row_tools(location, row))
 
 
 def read_stepwise_row(location: str, row: Row) -> StepwiseRow:
     """Read a row with the steps of a completion (stepwise supervision)."""
+    require_text(location, row)
     if any(name not in row for name in ("prompt", "completions", "labels")):
         raise unreadable_row_error(location, row, ["prompt + completions + labels"])
     steps = row["completions"]
@@ -212,6 +232,7 @@ def head_index(location: str, row: Row, heads: Sequence[str]) -> int:
 
 def read_prompt_row(location: str, row: Row) -> PromptRow:
     """Read a row of prompts for RL."""
+    require_text(location, row)
     if "prompt" in row:
         used = "prompt"
         messages = _turns(location, row, "prompt", role="user")
@@ -234,6 +255,43 @@ def read_prompt_row(location: str, row: Row) -> PromptRow:
 def read_ptx_row(location: str, row: Row) -> ConversationRow:
     """Read a row of pretraining text, or a conversation."""
     return ConversationRow(text=_text(location, row, "text")) if "text" in row else read_sft_row(location, row)
+
+
+def require_text(location: str, row: Row) -> None:
+    """Refuse a row with images, videos or audio, which would be lost.
+
+    Raises:
+        UserError: with the name of the column.
+    """
+    column = next((name for name in _MEDIA if row.get(name)), None)
+    if column is not None:
+        raise UserError(
+            f"{location}: a row must be text, got column {column!r} with {shortened(str(row[column]))}: remove the "
+            "column if the text is complete without it, or remove the row"
+        )
+
+
+def read_label(value: Any) -> bool | None:
+    """A label of KTO: true, false, 1, 0 or the text of the first two; None for anything else."""
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.strip().lower())
+    return bool(value) if value in (0, 1) else None
+
+
+def _refuse_preferences(location: str, row: Row) -> None:
+    """Refuse a row whose answer is undesirable, or one of two, as its columns say."""
+    for column in LABELS:
+        if column in row and read_label(row[column]) is not None:
+            raise UserError(
+                f"{location}: a row for SFT must have no label of its answer, got column {column!r} "
+                f"{row[column]!r}: train on it with preference and objective.loss kto, or remove the column"
+            )
+    column = next((name for name in (*REJECTED, "rejected") if row.get(name)), None)
+    if column is not None and "chosen" not in row:
+        raise UserError(
+            f"{location}: a row for SFT must have no rejected answer, got column {column!r}: convert it with "
+            "hybrid-rlhf data convert for preference, or remove the column"
+        )
 
 
 def _ranked(location: str, row: Row) -> PreferenceRow:
@@ -305,8 +363,23 @@ def unreadable_row_error(location: str, row: Row, wanted: Sequence[str]) -> User
 def _turns(location: str, row: Row, column: str, *, role: str) -> list[Message]:
     """The turns in a column: messages, or text as one turn of the given role."""
     if isinstance(row[column], str):
+        _refuse_written_messages(location, column, row[column])
         return [{"role": role, "content": _text(location, row, column)}]
     return _messages(location, row, column)
+
+
+def _refuse_written_messages(location: str, column: str, text: str) -> None:
+    """Refuse text that has messages in another notation than a list in JSON, which is read as messages."""
+    if _PYTHON_MESSAGES.match(text):
+        raise UserError(
+            f"{location}: column {column!r} must be text or messages, got messages in the notation of Python, "
+            f"{shortened(text)!r}: write them with json.dumps, or fix the row"
+        )
+    if _OBJECT_WITH_MESSAGES.match(text):
+        raise UserError(
+            f"{location}: column {column!r} must be text or messages, got an object with messages as text, "
+            f"{shortened(text)!r}: give its messages, and its tools in the column 'tools', or fix the row"
+        )
 
 
 def _text(location: str, row: Row, column: str) -> str:
@@ -320,11 +393,12 @@ def _text(location: str, row: Row, column: str) -> str:
 
 def _messages(location: str, row: Row, column: str) -> list[Message]:
     value = row[column]
+    if isinstance(value, str):
+        _refuse_written_messages(location, column, value)
     if not isinstance(value, list) or not value:
-        raise UserError(
-            f"{location}: column {column!r} must be text or a list of messages, got "
-            f"{'an empty list' if value == [] else type(value).__name__}: fix the row"
-        )
+        wanted = "a list of messages" if column == "messages" else "text or a list of messages"
+        found = "an empty list" if value == [] else type(value).__name__
+        raise UserError(f"{location}: column {column!r} must be {wanted}, got {found}: fix the row")
     place = f"{location}: column {column!r}"
     return with_ordered_results(place, [read_message(place, message) for message in value])
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from hybrid_rlhf.configs.commands.data import FormatName
-from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.files import Row, without_nulls
+from hybrid_rlhf.runtime.files.reading import NotJSON, parse_json
 
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 """Beginning of a turn in a dialogue that is written as text."""
@@ -15,6 +17,34 @@ MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Columns of OpenAI's format that may have messages."""
 PREFERRED = ("preferred_output", "non_preferred_output")
 """Columns of OpenAI's preferences."""
+
+LABELS = ("label", "kto_tag")
+"""Columns that say whether the last answer is desirable: TRL, ms-swift; LLaMA-Factory."""
+REJECTED = ("rejected_response", "rejected_messages")
+"""Columns of ms-swift with the answer to which the last turn is preferred: its text, or a conversation."""
+
+_TEXT_COLUMNS = (*MESSAGE_COLUMNS, "conversations")
+_LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
+
+
+def with_messages(row: Row) -> Row:
+    """The row, in which columns of messages that are JSON text, as in CSV, are lists."""
+    lists = {name: messages for name in _TEXT_COLUMNS if (messages := _listed(row.get(name))) is not None}
+    return row | lists if lists else row
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """The messages or turns of JSON text; None for any other value."""
+    if not isinstance(value, str) or not _LIST_OF_OBJECTS.match(value):
+        return None
+    try:
+        content = parse_json(value)
+    except NotJSON:
+        return None
+    is_turns = isinstance(content, list) and all(
+        isinstance(turn, dict) and {"role", "from"} & set(turn) for turn in content
+    )
+    return without_nulls(content) if is_turns else None
 
 
 def is_dialogue(row: Row) -> bool:
@@ -68,6 +98,28 @@ def is_comparison(row: Row) -> bool:
     return {"summaries", "choice"} <= set(row) or {"question", "answer_0", "answer_1"} <= set(row)
 
 
+def is_helpsteer2(row: Row) -> bool:
+    """Return True if a row has an answer with its ratings, or two answers and which is better."""
+    return {"prompt", "response", "helpfulness"} <= set(row) or {
+        "prompt",
+        "response_1",
+        "response_2",
+        "preference_strength",
+    } <= set(row)
+
+
+def is_helpsteer3(row: Row) -> bool:
+    """Return True if a row has a conversation with two answers and which is better."""
+    return {"context", "response1", "response2", "overall_preference"} <= set(row)
+
+
+def is_nectar(row: Row) -> bool:
+    """Return True if a row has a dialogue with ranked answers."""
+    answers = row.get("answers")
+    ranked = isinstance(answers, list) and bool(answers) and isinstance(answers[0], dict)
+    return "prompt" in row and ranked and {"answer", "rank"} <= set(row["answers"][0])
+
+
 def is_tree(row: Row) -> bool:
     """Return True if a row is a tree of messages, or one message of a tree."""
     is_message = {"message_id", "text", "role"} <= set(row)
@@ -80,6 +132,9 @@ MATCHES: dict[FormatName, Callable[[Row], bool]] = {
     "ultrafeedback": is_ultrafeedback,
     "alpaca": is_alpaca,
     "openassistant": is_tree,
+    "helpsteer2": is_helpsteer2,
+    "helpsteer3": is_helpsteer3,
+    "nectar": is_nectar,
     "openai_comparisons": is_comparison,
     "openai_messages": is_openai,
 }
@@ -89,4 +144,5 @@ MATCHES: dict[FormatName, Callable[[Row], bool]] = {
 def published_format(row: Row) -> FormatName | None:
     """The format that a row must be converted from; None if it has no such format, or messages that steps read."""
     detected = next((name for name, matches in MATCHES.items() if matches(row)), None)
-    return None if detected == "openai_messages" and not set(PREFERRED) <= set(row) else detected
+    must_convert = {*REJECTED, "kto_tag"} & set(row) or set(PREFERRED) <= set(row)
+    return None if detected == "openai_messages" and not must_convert else detected

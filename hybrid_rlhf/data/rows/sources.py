@@ -24,6 +24,7 @@ import pyarrow
 from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.data import DataSource
+from hybrid_rlhf.data.rows.arrow import arrow_rows
 from hybrid_rlhf.data.rows.files import (
     TYPES_TEXT,
     LocatedRows,
@@ -37,6 +38,7 @@ from hybrid_rlhf.data.rows.files import (
     readable,
     without_nulls,
 )
+from hybrid_rlhf.data.rows.published import with_messages
 from hybrid_rlhf.runtime.files.reading import regular_file, user_path
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
@@ -69,9 +71,9 @@ class RowReader:
             UserError: for an invalid row, or if there is none, as in a file of blank lines.
         """
         is_empty = True
-        for located_row in self._read(_raise):
+        for location, row in self._read(_raise):
             is_empty = False
-            yield located_row
+            yield location, with_messages(row)
         if is_empty:
             raise UserError(_empty(self.source))
 
@@ -82,7 +84,7 @@ class RowReader:
 
     def readable_rows(self, on_bad_line: OnBadLine) -> LocatedRows:
         """Like iteration, without lines of a file that are not rows; there may be no rows."""
-        return self._read(on_bad_line)
+        return ((location, with_messages(row)) for location, row in self._read(on_bad_line))
 
 
 def open_source(source: str | DataSource) -> RowReader:
@@ -211,18 +213,21 @@ def _open_table(source: DataSource, table: datasets.Dataset) -> RowReader:
         raise UserError(_empty(source))
 
     def read(_: OnBadLine) -> LocatedRows:
-        rows = _table_rows(source, table)
+        rows = ((f"{source.path}: row {index}", row) for index, row in enumerate(table_rows(table, source.path), 1))
         return _renamed(rows, source.columns, source.path) if source.columns else rows
 
     return RowReader(source, partial(_table_fingerprint, table, source.path), read, lambda: len(table))
 
 
-def _table_rows(source: DataSource, table: datasets.Dataset) -> Iterator[tuple[str, Row]]:
+def table_rows(table: datasets.Dataset, name: str) -> Iterator[Row]:
+    """The rows of a data set, without null columns and keys; images and audio stay as they are stored.
+
+    Raises:
+        UserError: if the data set, by its name, cannot be read.
+    """
     # In Arrow format: datasets would decode images and audio, and download linked ones.
-    with readable(source.path):
-        batches = table.with_format("arrow").iter(batch_size=1000)
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-            yield f"{source.path}: row {number}", without_nulls(row)
+    with readable(name):
+        yield from map(without_nulls, arrow_rows(table.with_format("arrow").iter(batch_size=1000)))
 
 
 def _empty(source: DataSource) -> str:

@@ -43,4 +43,9 @@ def _require_config(folder: Path, shown: str) -> None:
     if not (folder / "config.json").is_file():
         inner = min(folder.glob("*/config.json"), default=None)  # in an RL run's folder the actor sorts first
         fix = "a folder that save_pretrained wrote" if inner is None else str(Path(shown) / inner.parent.name)
+        if (folder / "adapter_config.json").is_file():
+            raise UserError(
+                f"a model folder must have whole weights, {shown} has an adapter of peft: merge it into its base with "
+                f"hybrid-rlhf export BASE --adapter {shown} --output FOLDER, and give that"
+            )
         raise UserError(f"a model folder must have a config.json, {shown} has none: give {fix}")

@@ -24,6 +24,9 @@ from hybrid_rlhf.data.preparation.conversion.records import (
 )
 from hybrid_rlhf.data.preparation.conversion.scored import (
     comparison_row,
+    helpsteer2_records,
+    helpsteer3_row,
+    nectar_row,
     ultrafeedback_row,
 )
 from hybrid_rlhf.data.preparation.conversion.trees import tree_records
@@ -33,7 +36,7 @@ from hybrid_rlhf.data.preparation.conversion.turns import (
     sharegpt_row,
 )
 from hybrid_rlhf.data.rows.files import Row, json_line
-from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_sft_row
+from hybrid_rlhf.data.rows.formats import read_labelled_row, read_preference_row, read_prompt_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.published import MATCHES
 from hybrid_rlhf.data.rows.sources import found_columns, open_source
@@ -46,6 +49,9 @@ CONVERSIONS: dict[FormatName, Conversion] = {
     "ultrafeedback": row_by_row(ultrafeedback_row),
     "alpaca": row_by_row(alpaca_row),
     "openassistant": tree_records,
+    "helpsteer2": helpsteer2_records,
+    "helpsteer3": row_by_row(helpsteer3_row),
+    "nectar": row_by_row(nectar_row),
     "openai_comparisons": row_by_row(comparison_row),
     "openai_messages": row_by_row(openai_row),
 }
@@ -131,6 +137,8 @@ def checked(location: str, record: Record, ranked_as: RankedAs) -> Row:
     row = record.written(location, ranked_as) if isinstance(record, RankedCompletions) else record
     if "rejected" in row or "responses" in row:
         read_preference_row(location, row)
+    elif "label" in row and "completion" in row:
+        read_labelled_row(location, row)
     elif set(row) & {"messages", "completion", "chosen"}:
         read_sft_row(location, row)
     else:

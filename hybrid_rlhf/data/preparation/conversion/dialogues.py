@@ -8,6 +8,8 @@ reads, the dialogue up to the last `Assistant:` is the column `prompt`, and `cho
 
 from __future__ import annotations
 
+import re
+
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.preparation.conversion.records import pair_row, text_column
@@ -21,7 +23,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 def dialogue_pair(location: str, row: Row) -> Row:
     """The pair of a row."""
-    chosen, rejected = (_turns(location, row, name) for name in ("chosen", "rejected"))
+    chosen, rejected = (dialogue_turns(location, row, name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise UserError(
             f"{location}: columns 'chosen' and 'rejected' must differ, both are {shortened(row['chosen'])!r}: change "
@@ -42,9 +44,22 @@ def dialogue_pair(location: str, row: Row) -> Row:
     return pair_row(chosen[:shared], chosen[shared:], rejected[shared:])
 
 
-def _turns(location: str, row: Row, name: str) -> list[Message]:
+def dialogue_turns(location: str, row: Row, name: str, *, ends_open: bool = False) -> list[Message]:
+    """The turns of a dialogue in a column.
+
+    Args:
+        location: location of the row.
+        row: the row.
+        name: name of the column.
+        ends_open: true if the dialogue ends where the assistant speaks next.
+
+    Raises:
+        UserError: if it is no such dialogue, or a turn is empty.
+    """
     text = text_column(location, row, name)
-    if continues_dialogue(row):
+    if ends_open:
+        text = re.sub(r"\s*Assistant:\s*\Z", "", text)
+    elif continues_dialogue(row):
         text = row["prompt"] + text
     before, *parts = SPEAKER.split(led(text))
     if before or not parts:

@@ -11,6 +11,7 @@ from hybrid_rlhf.configs.commands.data import RankedAs
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.formats import require_text
 from hybrid_rlhf.data.rows.problems import RowProblems
 
 LocatedRow = tuple[str, Row]
@@ -55,6 +56,7 @@ def row_by_row(convert: Callable[[str, Row], Record]) -> Conversion:
         for location, row in rows:
             record: Record | None = None
             with problems.collected():
+                require_text(location, row)
                 record = convert(location, row)
             if record is not None:
                 yield location, record

@@ -1,23 +1,44 @@
-"""Comparisons of completions: UltraFeedback, and those of OpenAI for summaries and for WebGPT.
+"""Comparisons of completions: UltraFeedback, HelpSteer2 and 3, Nectar, and those of OpenAI for summaries and for
+WebGPT.
 
 UltraFeedback (Cui et al. 2023, arXiv 2310.01377): `instruction` and `completions` with `overall_score`, or
 `fine-grained_score`, or ratings in `annotations`, of which the mean counts. Summaries (Stiennon et al. 2020, arXiv
 2009.01325): `info`, two `summaries` and `choice`; the prompt is written as in their code, ending in "TL;DR:". WebGPT
 (Nakano et al. 2021, arXiv 2112.09332): `question`, `answer_0`, `answer_1`, `score_0` and `score_1`.
+
+HelpSteer2 (Wang et al. 2024, arXiv 2406.08673): `prompt` and `response` with `helpfulness`, by which the answers to a
+prompt are ranked, or `response_1`, `response_2` and `preference_strength`. HelpSteer3 (arXiv 2505.11475): `context`,
+`response1`, `response2` and `overall_preference`. Both preferences are negative if the first answer is better. Nectar
+(Zhu et al. 2023): `prompt`, a dialogue as in HH-RLHF that ends with `Assistant:`, and `answers` with `rank`, 1 for the
+best.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
+from hybrid_rlhf.configs.commands.data import RankedAs
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.data.preparation.conversion.records import RankedCompletions, column, pair_row, text_column
+from hybrid_rlhf.data.chat.messages import Message, read_message
+from hybrid_rlhf.data.preparation.conversion.dialogues import dialogue_turns
+from hybrid_rlhf.data.preparation.conversion.records import (
+    LocatedRow,
+    RankedCompletions,
+    Record,
+    column,
+    pair_row,
+    text_column,
+)
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import is_number
+from hybrid_rlhf.data.rows.problems import RowProblems
+from hybrid_rlhf.runtime.observability.logs import shortened
 
 _SCORES = ("overall_score", "fine-grained_score")
+_STEER_SPEAKER = re.compile(r"\n?<extra_id_1>(User|Assistant)\n?")
 _POST_FIELDS = ("subreddit", "title", "post")
 
 
@@ -35,10 +56,7 @@ def ultrafeedback_row(location: str, row: Row) -> RankedCompletions:
             raise UserError(f"{place} must be an object, got {type(completion).__name__}: fix the row")
         texts.append(text_column(place, completion, "response"))
         scores.append(_score(place, completion))
-    order = sorted(set(scores), reverse=True)
-    return RankedCompletions(
-        _user(prompt), [_assistant(text) for text in texts], [1.0 + order.index(score) for score in scores]
-    )
+    return _ranked(_user(prompt), list(zip(texts, scores, strict=True)))
 
 
 def _score(place: str, completion: Row) -> float:
@@ -102,3 +120,87 @@ def _user(text: str) -> list[Message]:
 
 def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
+
+
+def helpsteer2_records(rows: Iterable[LocatedRow], _: RankedAs, problems: RowProblems) -> Iterator[tuple[str, Record]]:
+    """The answers to each prompt, each in a row with its ratings, ranked by helpfulness; or the pairs of rows."""
+    rated: dict[str, list[tuple[str, float]]] = {}
+    locations: dict[str, str] = {}
+    for location, row in rows:
+        record: Record | None = None
+        with problems.collected():
+            prompt = text_column(location, row, "prompt")
+            if "preference_strength" in row:
+                answers = [text_column(location, row, name) for name in ("response_1", "response_2")]
+                record = _preferred(location, row, "preference_strength", _turns_of(location, prompt), answers)
+            else:
+                answer = (text_column(location, row, "response"), _number(location, row, "helpfulness"))
+                rated.setdefault(prompt, []).append(answer)
+                locations.setdefault(prompt, location)
+        if record is not None:
+            yield location, record
+    for prompt, answers_of_prompt in rated.items():
+        with problems.collected():
+            record = _ranked(_turns_of(locations[prompt], prompt), answers_of_prompt)
+            yield locations[prompt], record
+
+
+def helpsteer3_row(location: str, row: Row) -> Row:
+    """The pair of a row."""
+    context = column(location, row, "context", list, "a list of messages")
+    prompt = [read_message(f"{location}: column 'context'", message) for message in context]
+    answers = [text_column(location, row, name) for name in ("response1", "response2")]
+    return _preferred(location, row, "overall_preference", prompt, answers)
+
+
+def nectar_row(location: str, row: Row) -> RankedCompletions:
+    """The ranked answers of a row."""
+    prompt = dialogue_turns(location, row, "prompt", ends_open=True)
+    answers = column(location, row, "answers", list, "a list of answers with ranks")
+    texts = []
+    ranks = []
+    for number, answer in enumerate(answers, start=1):
+        place = f"{location}: answer {number}"
+        if not isinstance(answer, dict):
+            raise UserError(f"{place} must be an object, got {type(answer).__name__}: fix the row")
+        texts.append(text_column(place, answer, "answer"))
+        ranks.append(_number(place, answer, "rank"))
+    return RankedCompletions(prompt, [_assistant(text.strip()) for text in texts], ranks)
+
+
+def _preferred(location: str, row: Row, name: str, prompt: list[Message], answers: list[str]) -> Row:
+    """The pair of two answers, of which a negative preference means the first."""
+    preference = _number(location, row, name)
+    if preference == 0:
+        raise UserError(f"{location}: a pair needs a preference, got column {name!r} 0: remove the row")
+    index = 0 if preference < 0 else 1
+    return pair_row(prompt, [_assistant(answers[index])], [_assistant(answers[1 - index])])
+
+
+def _number(location: str, row: Row, name: str) -> float:
+    if not is_number(row.get(name)):
+        raise UserError(f"{location}: column {name!r} must be a finite number, got {row.get(name)!r}: fix the row")
+    return float(row[name])
+
+
+def _turns_of(location: str, prompt: str) -> list[Message]:
+    """The turns of a prompt of HelpSteer2, which marks those after the first by the names of their speakers."""
+    first, *rest = _STEER_SPEAKER.split(prompt)
+    turns = [(speaker.lower(), text) for speaker, text in zip(rest[::2], rest[1::2], strict=True)]
+    if first.strip():
+        turns.insert(0, ("user", first))
+    if turns and turns[-1][0] == "assistant" and not turns[-1][1].strip():
+        turns.pop()
+    messages = [{"role": role, "content": text.strip()} for role, text in turns]
+    if not messages or messages[-1]["role"] != "user":
+        raise UserError(
+            f"{location}: column 'prompt' must end with a turn of the user, got {shortened(prompt)!r}: remove the row"
+        )
+    return [read_message(f"{location}: column 'prompt'", message) for message in messages]
+
+
+def _ranked(prompt: list[Message], scored: Sequence[tuple[str, float]]) -> RankedCompletions:
+    """Completions ranked by their scores, the highest first; equal scores have equal ranks."""
+    order = sorted({score for _, score in scored}, reverse=True)
+    ranks = [1.0 + order.index(score) for _, score in scored]
+    return RankedCompletions(prompt, [_assistant(text) for text, _ in scored], ranks)

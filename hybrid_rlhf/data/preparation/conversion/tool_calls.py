@@ -64,6 +64,8 @@ def tools_column(location: str, row: Row, messages: Sequence[Message]) -> dict[s
     if not tools or listed:
         return {}
     tools = [tools] if isinstance(tools, dict) else tools
+    if isinstance(tools, list):
+        tools = [_value(location, tool) if isinstance(tool, str) else tool for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(
             f"{location}: column 'tools' must be a list of JSON schemas, got {shortened(str(tools))}: fix the row"

@@ -4,7 +4,8 @@ ShareGPT: `conversations` with `from` and `value`, optional `system` and `tools`
 weights of turns that are not the assistant's are ignored. Alpaca (Taori et al. 2023):
 `instruction`, `input` and `output`, optional `history` (pairs) and `system`; instruction and input are joined by a line
 break, as in LLaMA-Factory. Both may have `chosen` and `rejected` in place of the last turn. OpenAI: `messages`, or for
-preferences `input`, `preferred_output` and `non_preferred_output`.
+preferences `input`, `preferred_output` and `non_preferred_output`. In each, `label` or `kto_tag` (LLaMA-Factory) makes
+the last turn a labelled completion, and `rejected_response` or `rejected_messages` (ms-swift) the chosen one of a pair.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from hybrid_rlhf.data.chat.messages import WEIGHT_KEY, Message
 from hybrid_rlhf.data.preparation.conversion.records import column, pair_row, text_column
 from hybrid_rlhf.data.preparation.conversion.tool_calls import read_calls, tools_column, with_tool_calls
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.published import MESSAGE_COLUMNS, PREFERRED
+from hybrid_rlhf.data.rows.formats import read_label, shared_prefix
+from hybrid_rlhf.data.rows.published import LABELS, MESSAGE_COLUMNS, PREFERRED, REJECTED
 
 _ROLES = {
     "human": "user",
@@ -98,6 +100,11 @@ def openai_row(location: str, row: Row) -> Row:
         if any(len(reply) != 1 for reply in replies):
             raise UserError(f"{location}: columns {' and '.join(PREFERRED)} must have one message each: fix the row")
         return _completed(location, inside, messages, [reply[0] for reply in replies])
+    if "messages" in row and (_label(location, row) is not None or any(row.get(name) for name in REJECTED)):
+        used = ("messages", "tools", "functions", *LABELS, *REJECTED)
+        others = {name: value for name, value in row.items() if name not in used}
+        messages = column(location, row, "messages", list, "a list of messages")
+        return others | _completed(location, row, messages, [])
     converted = dict(row)
     for name in MESSAGE_COLUMNS:
         if isinstance(row.get(name), list):
@@ -114,6 +121,42 @@ def _completed(location: str, row: Row, messages: list[Any], replies: list[Any])
     turns = with_tool_calls(location, messages)
     tools = tools_column(location, row, turns)
     if not replies:
-        return {"messages": turns, **tools}
+        return {**_judged(location, row, turns), **tools}
     chosen, rejected = (with_tool_calls(location, [reply]) for reply in replies)
     return {**pair_row(turns, chosen, rejected), **tools}
+
+
+def _judged(location: str, row: Row, turns: list[Message]) -> Row:
+    """A conversation; with a label its last turn is a labelled completion, with a rejected answer the chosen one."""
+    label = _label(location, row)
+    rejected = next((name for name in REJECTED if row.get(name)), None)
+    if label is not None:
+        if rejected is not None:
+            raise UserError(
+                f"{location}: a row has a label or a rejected answer, got label {label} and column {rejected!r}: "
+                "remove one"
+            )
+        return {"prompt": turns[:-1], "completion": turns[-1:], "label": label}
+    if rejected is None:
+        return {"messages": turns}
+    if rejected == "rejected_response":
+        prompt = turns[:-1]
+        other = with_tool_calls(location, [_reply(location, row, rejected)])
+    else:
+        whole = with_tool_calls(location, column(location, row, rejected, list, "a list of messages"))
+        shared = shared_prefix(turns, whole)
+        prompt, other = turns[:shared], whole[shared:]
+    return pair_row(prompt, turns[len(prompt) :], other)
+
+
+def _label(location: str, row: Row) -> bool | None:
+    """The label of a row, if it has one.
+
+    Raises:
+        UserError: for a tag of another value; a column `label` may mean anything else.
+    """
+    tag = row.get("kto_tag")
+    label = read_label(row.get("label") if tag is None else tag)
+    if tag is not None and label is None:
+        raise UserError(f"{location}: column 'kto_tag' must be true or false, got {tag!r}: fix the row")
+    return label

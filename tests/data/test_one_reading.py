@@ -1,0 +1,205 @@
+"""The same rows are the same in every format: nulls, missing keys, empty lists, nested values, and values whose types
+differ between rows."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import tempfile
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_rlhf.data.preparation.conversion.converting import convert
+from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.sources import open_source
+from hybrid_rlhf.loop.step import _sources
+from tests.support.errors import user_error
+from tests.support.messages import user
+
+SCALARS = st.one_of(st.none(), st.integers(-9, 9), st.sampled_from(["", "x", "é"]), st.booleans())
+"""Without text that is JSON, such as "7", which `datasets.Json` stores as its value."""
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.dictionaries(st.sampled_from(["a", "b", "c"]), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {"name": st.sampled_from(["f", "g"])},
+        optional={"arguments": st.none() | st.dictionaries(st.sampled_from(["a", "b"]), VALUES, max_size=2)},
+    ).map(lambda function: {"type": "function", "function": function}),
+    min_size=1,
+    max_size=2,
+)
+ANSWERS = st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": st.sampled_from(["yes", "no"])},
+    optional={"tool_calls": st.none() | CALLS, "name": st.none() | st.just("n")},
+)
+SCHEMAS = st.fixed_dictionaries(
+    {"name": st.just("f")},
+    optional={"parameters": st.none() | st.dictionaries(st.sampled_from(["a", "b"]), VALUES, max_size=2)},
+)
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {"messages": ANSWERS.map(lambda answer: [user("hi"), answer])},
+        optional={"tools": st.none() | st.lists(SCHEMAS, max_size=2), "expected": VALUES, "prompt": st.none()},
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def as_json(rows: list[Row], table: datasets.Dataset, folder: Path) -> str:
+    file = folder / "rows.json"
+    file.write_text(json.dumps(rows))
+    return str(file)
+
+
+def table_of(rows: list[Row]) -> datasets.Dataset:
+    """With null for missing columns, since `from_list` has only the columns of the first row."""
+    columns = {name: None for row in rows for name in row}
+    return datasets.Dataset.from_list([columns | row for row in rows], on_mixed_types="use_json")
+
+
+def as_arrow(rows: list[Row], table: datasets.Dataset, folder: Path) -> str:
+    """A stream, as `datasets` writes it."""
+    file = str(folder / "rows.arrow")
+    content = table.data.table
+    with pyarrow.ipc.new_stream(file, content.schema) as writer:
+        writer.write_table(content)
+    return file
+
+
+def as_parquet(rows: list[Row], table: datasets.Dataset, folder: Path) -> str:
+    pyarrow.parquet.write_table(table.data.table, folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+def as_folder(rows: list[Row], table: datasets.Dataset, folder: Path) -> str:
+    table.save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+def in_memory(rows: list[Row], table: datasets.Dataset, folder: Path) -> str:
+    return str(_sources(table, str(folder / "cache"))[0])
+
+
+def in_lists(rows: list[Row], table: datasets.Dataset, folder: Path) -> str:
+    return str(_sources(rows, str(folder / "cache"))[0])
+
+
+FORMATS: dict[str, Callable[[list[Row], datasets.Dataset, Path], str]] = {
+    "json": as_json,
+    "arrow": as_arrow,
+    "parquet": as_parquet,
+    "Dataset": in_memory,
+    "dicts": in_lists,
+}
+"""With a folder of `datasets`, which takes longest to write, in a test with fewer examples."""
+
+
+def rows_of(source: str) -> str:
+    """As JSON: 1, 1.0 and True are equal in Python, and are other tokens."""
+    return json.dumps([row for _, row in open_source(source)], sort_keys=True)
+
+
+def as_lines(rows: list[Row], folder: Path) -> str:
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(folder / "rows.jsonl")
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=ROWS)
+def test_the_same_rows_are_the_same_in_every_format(rows: list[Row]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        expected = rows_of(as_lines(rows, Path(name)))
+        table = table_of(rows)
+        for kind, write in FORMATS.items():
+            assert rows_of(write(rows, table, Path(name))) == expected, kind
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=ROWS)
+def test_a_folder_and_converted_files_have_the_same_rows(rows: list[Row]) -> None:
+    """What `data convert` writes is equal, whatever it has read."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        lines = as_lines(rows, folder)
+        table = table_of(rows)
+        saved = as_folder(rows, table, folder)
+        assert rows_of(saved) == rows_of(lines)
+        converted = []
+        for source in (lines, saved, *(write(rows, table, folder) for write in FORMATS.values())):
+            output = folder / "converted.jsonl"
+            convert(source, output, format="openai_messages", ranked_as="pairs", skip_bad=False)
+            converted.append(rows_of(str(output)))
+            output.unlink()
+        assert converted == [converted[0]] * len(converted)
+
+
+def test_every_type_of_arrow_has_its_value(tmp_path: Path) -> None:
+    """Dictionaries, maps, decimals, views, JSON and other extensions, each also inside lists and structs."""
+    json_values = pyarrow.array(['{"a": [1, null]}', None, '"text"'], pyarrow.json_())
+    maps = pyarrow.array([[("k", 1), ("n", None)], None, []], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    columns: dict[str, tuple[pyarrow.Array, list[Any]]] = {
+        "json": (json_values, [{"a": [1, None]}, None, "text"]),
+        "map": (maps, [{"k": 1}, None, {}]),
+        "dictionary": (pyarrow.array(["a", None, "a"]).dictionary_encode(), ["a", None, "a"]),
+        "large": (pyarrow.array(["a", None, "b"], pyarrow.large_string()), ["a", None, "b"]),
+        "decimal": (
+            pyarrow.array([Decimal("0.5"), None, Decimal("2.00")], pyarrow.decimal128(9, 2)),
+            [0.5, None, 2.0],
+        ),
+        "whole": (pyarrow.array([Decimal(7), None, Decimal(0)], pyarrow.decimal128(9, 0)), [7, None, 0]),
+        "bool8": (
+            pyarrow.ExtensionArray.from_storage(pyarrow.bool8(), pyarrow.array([1, None, 0], pyarrow.int8())),
+            [True, None, False],
+        ),
+    }
+    arrays = {name: array for name, (array, _) in columns.items()}
+    struct = pyarrow.StructArray.from_arrays(list(arrays.values()), list(arrays))
+    lists = pyarrow.ListArray.from_arrays([0, 1, 2, 3], struct)
+    content = pyarrow.table({**arrays, "struct": struct, "list": lists})
+    plain = [
+        {name: values[index] for name, (_, values) in columns.items() if values[index] is not None}
+        for index in range(3)
+    ]
+    expected = [{**row, "struct": row, "list": [row]} for row in plain]
+    with pyarrow.ipc.new_file(tmp_path / "file.arrow", content.schema) as writer:
+        writer.write_table(content)
+    stored = content.drop_columns([]).cast(content.schema)
+    pyarrow.parquet.write_table(stored, tmp_path / "rows.parquet")
+    for name in ("file.arrow", "rows.parquet"):
+        source = open_source(str(tmp_path / name))
+        assert [row for _, row in source] == expected, name
+        assert source.count() == 3
+
+
+def test_a_map_with_a_repeated_key_is_refused(tmp_path: Path) -> None:
+    """As an object of JSON is."""
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    pyarrow.parquet.write_table(
+        pyarrow.table({"m": pyarrow.array([[("k", 1), ("k", 2)]], kind)}), tmp_path / "r.parquet"
+    )
+    with user_error("is not valid Parquet .a map has a key twice.: check the file"):
+        list(open_source(str(tmp_path / "r.parquet")))
+
+
+def test_values_of_python_that_json_lacks(tmp_path: Path) -> None:
+    """pandas gives lists as arrays; their text would be trained on."""
+    rows = [
+        {"prompt": "q", "ids": np.array([1, 2]), "n": np.int64(3), "d": Decimal("0.5"), "at": datetime.date(2025, 8, 1)}
+    ]
+    ((_, row),) = open_source(_sources(rows, str(tmp_path))[0])
+    assert row == {"prompt": "q", "ids": [1, 2], "n": 3, "d": 0.5, "at": "2025-08-01"}
