@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.cache import cached_rows
+from hybrid_rlhf.data.cache import cached_rows, tokenizer_key
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
+from tests.support.tiny import CHATML, tiny_tokenizer
 
 
 def on_two_hosts(world: World, folder: Path, blocked: str) -> dict[str, Any]:
@@ -65,3 +68,18 @@ class Row(dict[str, Any]):
     """A row that can be counted."""
 
     __hash__ = object.__hash__
+
+
+def test_the_day_is_in_the_key_of_templates_that_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows cached last month would keep its date, while environments render today's."""
+
+    class Tomorrow(datetime.date):
+        @classmethod
+        def today(cls) -> datetime.date:
+            return datetime.date(2031, 1, 2)
+
+    dated = tiny_tokenizer("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    before = [tokenizer_key(tokenizer) for tokenizer in (dated, tiny_tokenizer())]
+    monkeypatch.setattr("hybrid_rlhf.data.cache.date", Tomorrow)
+    after = [tokenizer_key(tokenizer) for tokenizer in (dated, tiny_tokenizer())]
+    assert before[0] != after[0] and before[1] == after[1]

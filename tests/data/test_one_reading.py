@@ -3,6 +3,7 @@ differ between rows."""
 
 from __future__ import annotations
 
+import csv
 import datetime
 import json
 import tempfile
@@ -15,11 +16,13 @@ import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.data.preparation.conversion.converting import convert
 from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.formats import read_preference_row, read_sft_row
 from hybrid_rlhf.data.rows.sources import open_source
 from hybrid_rlhf.loop.step import _sources
 from tests.support.errors import user_error
@@ -203,3 +206,40 @@ def test_values_of_python_that_json_lacks(tmp_path: Path) -> None:
     ]
     ((_, row),) = open_source(_sources(rows, str(tmp_path))[0])
     assert row == {"prompt": "q", "ids": [1, 2], "n": 3, "d": 0.5, "at": "2025-08-01"}
+
+
+def test_messages_may_be_json_text(tmp_path: Path) -> None:
+    """Cells of CSV can be nothing else; text in another notation would be a prompt."""
+    turns = [user("q"), {"role": "assistant", "content": "a"}]
+    expected = {"prompt": turns[:1], "completion": turns[1:], "tools": [{"name": "f"}]}
+    texts = {name: json.dumps(value) for name, value in expected.items()}
+    with (tmp_path / "r.csv").open("w") as file:
+        writer = csv.writer(file)
+        writer.writerows([texts.keys(), texts.values()])
+    for source in (str(tmp_path / "r.csv"), as_lines([texts], tmp_path)):
+        ((location, row),) = open_source(source)
+        read = read_sft_row(location, row)
+        assert (read.messages, read.tools) == (turns, expected["tools"])
+    ((_, row),) = open_source(as_lines([{"messages": json.dumps(turns)}], tmp_path))
+    assert read_sft_row("f:1", row).messages == turns
+    for text, problem in (
+        (str(turns), "messages in the notation of Python"),
+        (json.dumps({"messages": turns, "tools": []}), "an object with messages as text"),
+    ):
+        for written in ({"prompt": "q", "chosen": text, "rejected": "b"}, {"chosen": text, "rejected": "b"}):
+            ((_, row),) = open_source(as_lines([written], tmp_path))
+            with user_error(f"column 'chosen' must be text or messages, got {problem}"):
+                read_preference_row("f:1", row)
+
+
+@pytest.mark.parametrize("tools", [['{"name": "f"}'], '{"name": "f"}', {"name": "f"}, '[{"name": "f"}]'])
+def test_tools_may_be_text(tools: Any) -> None:
+    row = {"prompt": "q", "completion": "a", "tools": tools}
+    assert read_sft_row("f:1", row).tools == [{"name": "f"}]
+
+
+@pytest.mark.parametrize("text", ['[{"text": "a"}]', '[\n{"text": "a"}\n]', "[]"])
+def test_a_list_in_a_jsonl_file_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text(text)
+    with user_error("r.jsonl:1: .* fix the line, or rename the file to .json if it is one list"):
+        list(open_source(str(tmp_path / "r.jsonl")))

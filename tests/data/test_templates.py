@@ -176,6 +176,14 @@ def test_what_a_template_has_no_place_for_is_counted() -> None:
     closed = found["qwen3 without thinking"].count("reasoning_content (thinking is off)")
     assert closed == 2, "the prompt has closed its thoughts"
     assert [name for names in found.values() for name in names if refused(name)] == ["reasoning_content"] * 4
+    inline = {**ANSWER, "content": "<think>\nhm\n</think>\n\none"}
+    dropping = tiny_tokenizer(
+        CHATML.replace("message['content'] +", "message['content'].split('</think>')[-1].lstrip() +").replace(
+            "assistant\n' }}", "assistant\n<think>\n\n</think>\n\n' }}"
+        )
+    )
+    assert unrendered([USER, inline, ANSWER], dropping, None) == ["<think> in content (thinking is off)"]
+    assert unrendered([USER, inline], tiny_tokenizer(), None) == []
     assert "tool_calls" in unrendered(messages, tiny_tokenizer(None), None)
     empty: list[Message] = [{**USER, "channel": "", "annotations": []}, {**ANSWER, "weight": 0}]
     assert unrendered(empty, tiny_tokenizer(), None) == []

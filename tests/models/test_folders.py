@@ -85,3 +85,9 @@ def test_a_folder_of_models_names_the_first(model_folder: Path, tmp_path: Path) 
     assert refused(resolve_model, str(tmp_path / "ppo"), world=solo_world(CPU)) == (
         f"a model folder must have a config.json, {tmp_path}/ppo has none: give {tmp_path}/ppo/actor"
     )
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").touch()
+    message = refused(resolve_model, str(tmp_path), world=solo_world(CPU))
+    assert f"hybrid-rlhf export BASE --adapter {tmp_path} --output FOLDER, and give that" in message
