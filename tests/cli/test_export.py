@@ -96,6 +96,49 @@ def test_an_adapter_is_merged(model_folder: Path, tmp_path: Path, adapter: str, 
     assert not list(output.glob("adapter*"))
 
 
+@pytest.mark.parametrize("layers", [["embed_tokens"], ["q_proj", "lm_head"], ["q_proj", "embed_tokens", "lm_head"]])
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_an_adapter_of_a_tied_embedding_unties_the_head(
+    layers: list[str], kind: str, model_folder: Path, tmp_path: Path, cli: CommandLine
+) -> None:
+    """Merged into the shared weight, it would change the other layer too."""
+    adapter = random_adapter(tiny_model(), tmp_path / "adapter", 1, layers)
+    expected = module_logprobs(PeftModel.from_pretrained(tiny_model(), adapter).eval(), PROBE)
+    if kind == "gguf":
+        pytest.importorskip("gguf")
+        cli(f"export {model_folder} --output {tmp_path}/out.gguf --adapter {adapter} --format gguf --dtype float32")
+        lm = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="out.gguf", dtype=torch.float32).eval()
+        torch.testing.assert_close(module_logprobs(lm, PROBE), expected, atol=1e-3, rtol=0)
+        return
+    cli(f"export {model_folder} --output {tmp_path}/out --adapter {adapter}")
+    torch.testing.assert_close(logprobs(tmp_path / "out"), expected, atol=1e-4, rtol=0)
+
+
+def test_an_adapter_with_more_rows_brings_its_tokenizer(model_folder: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """peft stores the embeddings of a vocabulary that was resized."""
+    lm = tiny_model()
+    lm.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+    random_adapter(lm, tmp_path / "adapter", 1, ["q_proj"])
+    wrapped = get_peft_model(lm, LoraConfig(r=4, target_modules=["q_proj"]))
+    wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    expected = module_logprobs(wrapped.eval(), PROBE)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    cli(f"export {model_folder} --output {tmp_path}/out --adapter {tmp_path}/adapter")
+    torch.testing.assert_close(logprobs(tmp_path / "out"), expected, atol=1e-4, rtol=0)
+    assert Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).token_to_id("<new>") == VOCABULARY
+
+
+def test_another_model_is_not_exported(
+    model_folder: Path, tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the writer is found without --check."""
+    monkeypatch.setattr(export, "_converted", lambda name, weight, dtype: weight * 1.5)
+    assert "must have the logits of its source" in cli.refused(f"export {model_folder} --output {tmp_path}/out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_adapter_initialized_from_the_base_is_merged_if_the_decomposition_is_exact(
     model_folder: Path, tmp_path: Path, cli: CommandLine
 ) -> None:

@@ -48,7 +48,9 @@ def main(config: ExportConfig) -> None:
     world = solo_world(torch.device("cpu"))
     warn_of_remote_code(config.trust_remote_code, world)
     path = resolve_model(config.path, world=world)
-    tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    adapter = None if config.adapter is None else user_path(config.adapter)
+    has_own = adapter is not None and (adapter / "tokenizer_config.json").is_file()
+    tokenizer = load_tokenizer(str(adapter) if has_own else path, trust_remote_code=config.trust_remote_code)
     source = load_config(path, trust_remote_code=config.trust_remote_code)
     stored = source.dtype or torch.float32
     dtype = str(stored).removeprefix("torch.") if config.dtype == "stored" else config.dtype
@@ -76,9 +78,7 @@ def main(config: ExportConfig) -> None:
             result["modelfile"] = str(place)
         text = f"{output}: {dtype}, read back; log-probs change by {result['logprob_change']:.2g} nats on average"
     else:
-        _save_folder(
-            output, lm, tokenizer, getattr(torch, dtype), card=Path(path, "README.md"), shard_gib=config.shard_gib
-        )
+        _save_folder(output, lm, role, tokenizer, getattr(torch, dtype), config, card=Path(path, "README.md"))
         text = f"{output}: {dtype}"
     if "modelfile" in result:
         text += f"; ollama create NAME -f {result['modelfile']}"
@@ -120,7 +120,10 @@ def _with_adapter(lm: PreTrainedModel, adapter: str | None) -> PreTrainedModel:
         return lm
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(lm, str(user_path(adapter))).eval()  # type: ignore[return-value]
+    from hybrid_rlhf.models.pretrained.adapters import with_rows_of
+
+    wrapped = PeftModel.from_pretrained(with_rows_of(lm, adapter), str(user_path(adapter)))
+    return wrapped.eval()  # type: ignore[return-value]
 
 
 def _load(path: str, role: Architecture, config: ExportConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -141,16 +144,19 @@ def _load(path: str, role: Architecture, config: ExportConfig, dtype: torch.dtyp
 def _save_folder(
     output: Path,
     lm: PreTrainedModel,
+    role: Architecture,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
+    config: ExportConfig,
     *,
     card: Path,
-    shard_gib: float,
 ) -> None:
-    """Write a folder, with the card of the source if it has one."""
+    """Write a folder, with the card of the source if it has one, and read it back: its logits must be those of the
+    model, whose weights are rounded to the dtype here."""
     import torch
 
     from hybrid_rlhf.engines.partition import full_tensors
+    from hybrid_rlhf.models.pretrained.adapters import probe_logits, require_equal_logits
     from hybrid_rlhf.models.pretrained.saving import save_model
     from hybrid_rlhf.runtime.world import solo_world
 
@@ -165,9 +171,13 @@ def _save_folder(
             lm=lm,
             tokenizer=tokenizer,
             world=world,
-            max_shard_bytes=int(shard_gib * 2**30),
+            max_shard_bytes=int(config.shard_gib * 2**30),
             card=card.read_text() if card.is_file() else None,
         )
+        for parameter in lm.parameters():
+            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+        written = _load(str(beside.absolute()), role, config, lm.dtype)
+        require_equal_logits(probe_logits(written), probe_logits(lm), str(output))
 
 
 def _converted(name: str, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

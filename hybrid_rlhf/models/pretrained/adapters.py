@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.models.head_check import probe_tokens
 from hybrid_rlhf.models.pretrained.folders import reading
 from hybrid_rlhf.runtime.files.reading import user_path
 
@@ -31,6 +33,9 @@ _WEIGHTS = "adapter_model.safetensors"
 _NAME = "default"
 _PREFIX = "base_model.model."
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
+_TOLERANCE = 1e-3
+"""Largest difference of logits that are computed with the same weights, as a part of the largest: other orders of sums
+give about 1e-6 in float32, another model more than 0.1."""
 _FIX = "give the model that it was trained on"
 _BEYOND_FACTORS = (
     "use_dora",
@@ -50,9 +55,12 @@ adapter."""
 def merge_adapter(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
     """The model with an adapter merged into its weights, in their dtype; the given model must not be used afterwards.
 
+    A head that shares its weight with an embedding that the adapter changes gets a weight of its own, as the adapter
+    changes one of them alone.
+
     Raises:
-        UserError: when the folder has no adapter in safetensors, it does not fit the model, or the weights that it adds
-            to cannot be restored.
+        UserError: when the folder has no adapter in safetensors, it does not fit the model, the weights that it adds
+            to cannot be restored, or the merged model has other logits than the model with the adapter beside it.
     """
     config = _adapter_config(folder)
     if "_niter_" in _start(config):
@@ -60,10 +68,69 @@ def merge_adapter(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
             f"merging needs the weights that an adapter adds to, those of {folder} are a random decomposition by "
             f"{_start(config)}: save it again with path_initial_model_for_weight_conversion of peft"
         )
-    wrapped = _wrapped(lm, folder, config)
+    wrapped = _wrapped(with_rows_of(lm, folder), folder, config).eval()
+    expected = probe_logits(wrapped)
+    _untie_changed(lm)
     with reading(f"the adapter {folder} must be one that peft can merge", "merge it in a script"):
         merged: PreTrainedModel = wrapped.merge_and_unload(safe_merge=True)
+    require_equal_logits(probe_logits(merged), expected, f"the model with {folder} merged")
     return merged
+
+
+@torch.no_grad()
+def with_rows_of(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """The model with as many embeddings as an adapter has that stores its own: its vocabulary was resized."""
+    path = user_path(folder) / _WEIGHTS
+    with reading(f"an adapter's weights must be safetensors, {path} is not", "save it again with peft"):
+        stored = safe_open(path, "pt")
+        shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118 - no mapping
+    modules = {name: module for name, module in lm.named_modules() if module is lm.get_input_embeddings()}
+    names = {f"{_PREFIX}{name}{rest}" for name in modules for rest in (".weight", ".base_layer.weight")}
+    rows = next((shape[0] for name, shape in shapes.items() if name in names), None)
+    if rows is not None and rows != lm.get_input_embeddings().weight.shape[0]:
+        lm.resize_token_embeddings(rows, mean_resizing=False)
+    return lm
+
+
+@torch.no_grad()
+def probe_logits(lm: nn.Module) -> Tensor:
+    """Logits of a few tokens, in float32 on the host."""
+    config: Any = lm.config
+    rows = config.get_text_config().vocab_size
+    parameter = next(lm.parameters())
+    ids = torch.tensor([probe_tokens(rows)], device=parameter.device)
+    logits: Tensor = lm(input_ids=ids).logits
+    return logits.float().cpu()
+
+
+def require_equal_logits(logits: Tensor, expected: Tensor, what: str) -> None:
+    """Require that a model that is written has the logits of its source.
+
+    Raises:
+        UserError: when they differ by more than a thousandth of the largest.
+    """
+    most = _TOLERANCE * max(1.0, float(expected.abs().max()))
+    if logits.shape != expected.shape or not torch.allclose(logits, expected, rtol=0, atol=most, equal_nan=True):
+        difference = float((logits - expected).abs().max()) if logits.shape == expected.shape else float("inf")
+        raise UserError(
+            f"an exported model must have the logits of its source to {most:.2g}, those of {what} differ by "
+            f"{difference:.3g}: serve the model and the adapter as they are, and report this"
+        )
+
+
+def _untie_changed(lm: PreTrainedModel) -> None:
+    """Give the head a weight of its own if the adapter of a wrapped model changes it or the embedding that it is tied
+    to."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [lm.get_input_embeddings(), lm.get_output_embeddings()]
+    embedding, head = (layer.get_base_layer() if isinstance(layer, LoraLayer) else layer for layer in layers)
+    if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", None):
+        return
+    if any(isinstance(layer, LoraLayer) for layer in layers):
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        for config in (lm.config, lm.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 @dataclass(frozen=True)
