@@ -34,6 +34,8 @@ def test_every_answer_for_a_name_of_trl_is_a_key() -> None:
         (SFTConfig, {"gradient_accumulation_steps": 4}, "--gradient_accumulation_steps: give train.global_batch_size"),
         (RLConfig, {"num_generations": 4}, "unknown option --num_generations: give rollout.sampling.n"),
         (RLConfig, {"beta": 0.1, "algorithm": "online_dpo"}, "unknown option --beta: the nearest is algorithm.beta"),
+        (RLConfig, {"beta": 0.1, "algorithm": "grpo"}, "unknown option --beta: give algorithm.kl.coef"),
+        (RLConfig, {"algorithm": {"name": "grpo", "beta": 0.1}}, "(online_dpo has), got 0.1: give algorithm.kl.coef"),
         (PipelineConfig, {"learning_rate": 1}, "give sft.optimizer.lr or reward.optimizer.lr"),
         (SFTConfig, {"wibble": 1}, "unknown option --wibble: --help lists the keys"),
         (SFTConfig, {"optimizer.lr": 1}, "unknown option --optimizer.lr: write lr within optimizer"),

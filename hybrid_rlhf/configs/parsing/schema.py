@@ -277,9 +277,11 @@ def _refuse_foreign(
         owners = [variant for variant, kind in variants.items() if name in type_hints(kind)]
         if owners and chosen not in owners:
             named = ", ".join(owners[:3]) + " and others" * (len(owners) > 3)
+            known = [f"{section}.{key}" for key in resolve(variants[chosen], []).all_keys(off=True)]
             raise UserError(
                 f"{_place(layer)}algorithm {chosen} has no key {section}.{name} ({named} "
-                f"{'has' if len(owners) == 1 else 'have'}), got {value}: leave it out"
+                f"{'has' if len(owners) == 1 else 'have'}), got {value}: "
+                f"{trl_answer(name, known) or 'leave it out'}"
             )
 
 

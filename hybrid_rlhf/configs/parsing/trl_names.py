@@ -12,6 +12,7 @@ _BATCH = "train.global_batch_size or rollout.prompts_per_step"
 _KEYS = {
     "batch": _BATCH,
     "batch_size": _BATCH,
+    "beta": "algorithm.beta or algorithm.kl.coef",
     "bf16": "model.dtype",
     "dataset_name": "data.sources",
     "deepspeed": "zero.stage",
