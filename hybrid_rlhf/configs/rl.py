@@ -372,14 +372,14 @@ class RLConfig(StepConfig):
         if self.rollout.curriculum is None:
             return
         n = self.rollout.sampling.n
-        epochs = self.train.epochs
+        epochs = self.train.passes
         require(
             n >= 2,
             f"rollout.curriculum takes the pass rate of a prompt's completions, got rollout.sampling.n {n}: give 2 or "
             "more",
         )
         require(
-            epochs >= 2,
+            epochs is None or epochs >= 2,
             f"rollout.curriculum skips prompts by their earlier visits, got train.epochs {epochs}: give 2 or more",
         )
 

@@ -7,6 +7,7 @@ of micro-batches, with nearly equal tokens. The number must be equal because ZeR
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -163,12 +164,15 @@ class GlobalBatchSampler:
 
 
 class RowStream:
-    """The row indices of a data set, in a new seeded order in each epoch, taken in any number at a time."""
+    """The row indices of a data set, in a new seeded order in each epoch, taken in any number at a time.
 
-    def __init__(self, rows: int, *, epochs: int, seed: int) -> None:
+    It ends after `epochs`; with None it does not.
+    """
+
+    def __init__(self, rows: int, *, epochs: int | None, seed: int) -> None:
         self._rows = rows
         self._seed = seed
-        self._all = rows * epochs
+        self._all = sys.maxsize if epochs is None else rows * epochs
         self._order: tuple[int, list[int]] = (-1, [])
         self.taken = 0
         """Number of rows taken so far, over all epochs."""

@@ -7,8 +7,10 @@ stop.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from hybrid_rlhf.engines.saved.training_state import state_of
 from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.files.checkpoint_folder import checkpoint_name, read_manifest
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
-from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.runtime.observability.logs import logger, shortened
 from hybrid_rlhf.runtime.run import Run
 
 
@@ -72,8 +74,10 @@ class CheckpointManager:
             before = manifest["world_size"]
             change_of_ranks = f" on {ranks} ranks instead of {before}" if ranks != before else ""
             logger.info("resumes from %s%s", checkpoint, change_of_ranks)
-            if changed := changed_keys(type(self._run.config), manifest["config"], read_config(self._run.config)):
-                logger.warning("settings differ from those of the checkpoint: %s", ", ".join(changed))
+            old, new = manifest["config"], read_config(self._run.config)
+            if changed := changed_keys(type(self._run.config), old, new):
+                values = [f"{key} {_shown(new.get(key))} instead of {_shown(old.get(key))}" for key in changed]
+                logger.warning("warning: settings differ from those of the checkpoint: %s", ", ".join(values))
         return loop
 
     def after_step(self, step: int, loop: Callable[[], LoopState], metrics: Mapping[str, float]) -> None:
@@ -141,6 +145,11 @@ class CheckpointManager:
         self._handled_saves = self._interrupts.saves
         self._saved_at = time.monotonic()
         self._run.watchdog.beat(phase)
+
+
+def _shown(value: Any) -> str:
+    """A value as in a config file, shortened."""
+    return shortened(json.dumps(value, ensure_ascii=False))
 
 
 def due(step: int, every: int) -> bool:

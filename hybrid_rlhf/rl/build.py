@@ -157,7 +157,10 @@ def rl_session(
         run.placed = config, placement
         prompts, ptx = _read_data(config, run, tokenizer)
         stream = _stream(config, len(prompts.train))
-        steps = total_steps(config, stream)
+        steps = total_steps(config, len(prompts.train))
+        length = config.train.length_text(_steps_of_epochs(config, len(prompts.train)))
+        if length and run.world.is_main:
+            logger.info(length)
         few_updates = few_updates_text(config, len(prompts.train))
         if few_updates and run.world.is_main:
             logger.warning(few_updates)
@@ -293,23 +296,27 @@ def _read_data(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -
 
 def _stream(config: RLConfig, prompts: int) -> RowStream:
     """The order in which the steps take the prompts."""
-    epochs = config.train.epochs
+    epochs = config.train.passes
     if config.rollout.curriculum is None:
         return RowStream(prompts, epochs=epochs, seed=config.seed)
     return Curriculum(prompts, epochs=epochs, seed=config.seed, config=config.rollout.curriculum)
 
 
-def total_steps(config: RLConfig, stream: RowStream) -> int:
+def total_steps(config: RLConfig, prompts: int) -> int:
     """Upper bound on the steps of the run; dynamic sampling may need more prompts per step, and also uses a last part
     that is smaller than a step.
 
     Raises:
         UserError: when the data has too few prompts for one step.
     """
-    config.rollout.require_prompts(stream.left)
+    config.rollout.require_prompts(prompts * (config.train.epochs or 1))
+    return config.train.total_steps(_steps_of_epochs(config, prompts))
+
+
+def _steps_of_epochs(config: RLConfig, prompts: int) -> int:
+    taken = prompts * (config.train.epochs or 1)
     size = config.rollout.prompts_per_step
-    steps = -(-stream.left // size) if config.algorithm.dynamic_sampling is not None else stream.left // size
-    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+    return -(-taken // size) if config.algorithm.dynamic_sampling is not None else taken // size
 
 
 def few_updates_text(config: RLConfig, prompts: int) -> str:

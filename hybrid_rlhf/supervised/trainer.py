@@ -102,6 +102,9 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
         few_updates = self._loader.few_updates_text()
         if few_updates and run.world.is_main:
             logger.warning(few_updates)
+        length = config.length_text(_steps_of_epochs(self._loader, config))
+        if length and run.world.is_main:
+            logger.info(length)
         self._batches: Iterator[Sequence[Sequence[Mapping[str, Any] | None]]] | None = None
         self._held_out = held_out
         self._skipped = SkippedUpdates(run, limit=run.config.faults.max_skipped_steps)
@@ -117,7 +120,7 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
     def step(self, step: int) -> dict[str, float]:
         """Make one optimizer update, and return its metrics."""
         if self._batches is None:
-            self._batches = self._loader.iterate(self._config.epochs)
+            self._batches = self._loader.iterate(self._config.passes)
         return self._update(step, next(self._batches))
 
     def resume(self) -> int | None:
@@ -224,5 +227,8 @@ def one_pass(
 
 def total_steps(loader: BatchLoader, config: TrainConfig) -> int:
     """Number of optimizer updates of the run."""
-    steps = loader.steps_per_epoch * config.epochs
-    return steps if config.max_steps is None else min(steps, config.max_steps)
+    return config.total_steps(_steps_of_epochs(loader, config))
+
+
+def _steps_of_epochs(loader: BatchLoader, config: TrainConfig) -> int:
+    return loader.steps_per_epoch * (config.epochs or 1)

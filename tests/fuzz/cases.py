@@ -178,7 +178,7 @@ FILES = [
     ),
     ("model: {path: [a]}\n", "model.path ... str or null ... got ['a'] ... --help"),
     ("model: {class_path: os.system}\n", "D/c.yaml ... model.class_path ... nearest is model.path"),
-    ("train: {epochs: null}\n", "D/c.yaml ... train.epochs ... int ... got null"),
+    ("train: {eval_every: null}\n", "D/c.yaml ... train.eval_every ... int ... got null"),
     (
         "seed: " + "9" * 5000,
         "D/c.yaml ... YAML ... (Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits) ... quotes",

@@ -149,7 +149,7 @@ def _check_rows(name: str, step: Any) -> None:
         return
     rows = most_rows(name, step.data, known, step.seed)
     if name == "rl":
-        step.rollout.require_prompts(rows * step.train.epochs)
+        step.rollout.require_prompts(rows * (step.train.epochs or 1))
     elif rows >= step.train.global_batch_size:
         return
     elif name == "sft":  # a chat template may turn each assistant turn into a row

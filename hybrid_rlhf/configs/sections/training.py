@@ -188,12 +188,41 @@ class LoopConfig(CheckpointConfig):
     micro_batch_tokens: Count | None = setting(None, mutable=True)
     """Tokens per micro-batch and rank; padding counts only for models that need it. null: 2048 on a CPU, 8192 on a
     GPU."""
-    epochs: Count = 1
-    """Passes over the data."""
+    epochs: Count | None = None
+    """Passes over the data; null: as many as max_steps needs, 1 without it."""
     max_steps: Count | None = None
-    """Stop after this many steps; null: after the last epoch."""
+    """Number of steps; the data repeats until it is reached, unless epochs is given and ends earlier. null: to the end
+    of the last epoch."""
     eval_every: Natural = 0
     """Steps between evaluations on held-out rows; 0: only before the first and after the last step."""
+
+    @property
+    def passes(self) -> int | None:
+        """Passes over the data; None if it repeats until max_steps."""
+        return 1 if self.epochs is None and self.max_steps is None else self.epochs
+
+    def total_steps(self, steps: int) -> int:
+        """Steps of the run.
+
+        Args:
+            steps: those of all epochs, of a single one if `epochs` is null.
+        """
+        if self.max_steps is None:
+            return steps
+        return self.max_steps if self.epochs is None else min(steps, self.max_steps)
+
+    def length_text(self, steps: int) -> str:
+        """What ends the run, if max_steps does not by itself in the first epoch; empty otherwise. Argument as of
+        `total_steps`."""
+        if self.max_steps is None or (self.epochs is None and self.max_steps <= steps):
+            return ""
+        most = f"train.max_steps {self.max_steps:,}"
+        if self.epochs is None:
+            return f"{most}: the data repeats, an epoch has {steps:,} step{'s' * (steps != 1)}"
+        all_epochs = f"train.epochs {self.epochs:,} ({steps:,} step{'s' * (steps != 1)})"
+        if self.max_steps <= steps:
+            return f"{most} ends the run, not {all_epochs}"
+        return f"{all_epochs} ends the run, not {most}"
 
     def tokens_on(self, device: str) -> int:
         """Tokens of a micro-batch per rank on a type of device: cpu or cuda."""

@@ -35,7 +35,7 @@ from hybrid_rlhf.data.loaders import RowStream
 class Curriculum(RowStream):
     """The row indices of a data set in seeded orders, without those of other pass rates than wanted."""
 
-    def __init__(self, rows: int, *, epochs: int, seed: int, config: CurriculumConfig) -> None:
+    def __init__(self, rows: int, *, epochs: int | None, seed: int, config: CurriculumConfig) -> None:
         super().__init__(rows, epochs=epochs, seed=seed)
         self._config = config
         self._rates: dict[int, float] = {}
