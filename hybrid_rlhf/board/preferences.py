@@ -83,11 +83,11 @@ class Preferences:
             if pair is None:
                 raise UserError(f"pair must be one that was shown and not judged yet, got {name[:40]!r}: take the next")
             better, worse = pair.completions if choice != "right" else pair.completions[::-1]
+            is_tie = choice == "equal"
             row = {
                 "prompt": pair.prompt,
-                "chosen": better,
-                "rejected": worse,
-                "tie": choice == "equal",
+                **({"responses": [better, worse]} if is_tie else {"chosen": better, "rejected": worse}),
+                "tie": is_tie,
                 "who": who,
                 "when_seconds": round(time.time(), 3),
                 "shown": pair.sides,
@@ -112,7 +112,7 @@ class Preferences:
                 row = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(row, dict) and {"prompt", "chosen", "rejected", "tie", "shown", "choice"} <= row.keys():
+            if isinstance(row, dict) and {"prompt", "tie", "shown", "choice"} <= row.keys():
                 rows.append(row)
         return rows
 

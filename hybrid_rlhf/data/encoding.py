@@ -48,9 +48,11 @@ def encode_conversation_row(
             encoded = [encode_text(record.text, tokenizer, context=record.context)]
         else:
             # A source row makes at least one row: rows are split between the steps by their index in the source.
-            encoded = encode_conversation(
-                record.messages, tokenizer, tools=record.tools, continued=record.continued
-            ) or [EncodedSequence([], [])]
+            turns = record.messages
+            encoded = (
+                encode_conversation(turns, tokenizer, tools=record.tools, continued=record.continued) if turns else []
+            )
+            encoded = encoded or [EncodedSequence([], [])]
     except UserError as error:
         raise UserError(f"{location}: {error}") from error
     return [
@@ -106,7 +108,10 @@ def _encode_completions(
     tools: Tools | None,
 ) -> dict[str, Any]:
     """Truncate the shared prompt after its head (BOS and the system turn), so that completions stay complete; truncate
-    a completion that exceeds the limit by itself on the right."""
+    a completion that exceeds the limit by itself on the right. Without completions, as in a tie, a row is unusable."""
+    if not completions:
+        empty = {"responses": [], "masks": [], "length": 0, "full_length": 0, "tokens": 0, "padded_tokens": 0}
+        return {**empty, "cut": False, "usable": False, "ignored": "[]"}
     try:
         encoded = [encode_completion(prompt, completion, tokenizer, tools=tools) for completion in completions]
         full_length = max(len(sequence.input_ids) for sequence in encoded)

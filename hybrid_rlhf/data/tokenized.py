@@ -325,26 +325,41 @@ def _report(
     too_long = counts.too_long_text(encoding.limit_key)
     if not len(train):
         raise UserError(
-            f"{encoding.name} data must have a training row, got none: {counts.dropped} of {counts.encoded} rows were "
-            f"dropped at {limit} tokens{too_long and f' ({too_long})'}: raise the limit or a source's weight, set "
-            "data.too_long to truncate or add rows"
+            f"{encoding.name} data must have a training row, got none: {_why_none(counts, config, too_long)}"
         )
     if held_out is None:
         held_out = train.select([])
     if world.is_main:
         _report_templates(parts)
         logger.info(
-            "%s data: %s training rows, %s held out; of all rows %s were truncated to %s tokens, %s dropped",
+            "%s data: %s training rows, %s held out; of all rows %s were truncated to %s tokens, %s dropped%s",
             encoding.name,
             f"{counts.training:,}",
             f"{counts.held_out:,}",
             f"{counts.truncated:,}",
             f"{limit:,}",
             f"{counts.dropped:,}",
+            counts.ties_text,
         )
         if too_long:
             logger.warning("%s data: %s", encoding.name, too_long)
     return TokenizedData(train, held_out, counts)
+
+
+def _why_none(counts: RowCounts, config: DataConfig, too_long: str) -> str:
+    """Why there is no training row, and what to change."""
+    if counts.held_out > counts.dropped and not config.eval_sources:
+        return (
+            f"{counts.held_out} of {counts.encoded} rows are held out (data.eval_fraction {config.eval_fraction:g}): "
+            "lower it or add rows"
+        )
+    ways = ["raise the limit or a source's weight", "add rows"]
+    if config.too_long != "truncate":
+        ways.insert(1, "set data.too_long to truncate")
+    return (
+        f"{counts.dropped} of {counts.encoded} rows were dropped at {counts.limit_tokens} tokens{counts.ties_text}"
+        f"{too_long and f' ({too_long})'}: {', '.join(ways[:-1])} or {ways[-1]}"
+    )
 
 
 def _report_templates(parts: list[datasets.Dataset]) -> None:

@@ -63,6 +63,9 @@ def test_judgements_compare_with_the_scores(workspace: BoardWorkspace, tmp_path:
         seen.add(frozenset((pair["left"], pair["right"])))
         preferences.judge(pair["pair"], choice, "ada" if number % 2 else "bo")
     assert len(seen) == 12 and sides == {"left", "right"}
+    tie, *others = preferences.read()
+    assert tie["tie"] and len(tie["responses"]) == 2 and not {"chosen", "rejected"} & tie.keys()
+    assert all({"chosen", "rejected"} <= row.keys() for row in others)
     summary = preferences.summary()
     assert summary["count"] == 12 and summary["by"] == {"ada": 6, "bo": 6}
     assert summary["agreement"] == pytest.approx(8 / 11)

@@ -51,6 +51,14 @@ def test_check_shows_the_loss_mask_lengths_and_all_problems(
     assert [span["text"] for span in found["previews"][0]["spans"] if span["learned"]] == ["hello\nyou<|im_end|>"]
 
 
+def test_mixed_kinds_and_ties_are_said(write_jsonl: Write, cli: CommandLine, document: Document) -> None:
+    """Neither is a problem, and a step reads such a file without a word."""
+    file = write_jsonl([GOOD, {"text": "plain"}, {"prompt": "q", "chosen": "a", "rejected": "b", "tie": True}])
+    ended = cli(f"data check {file}")
+    assert ended.code == 0 and "note: rows of 2 kinds are mixed" in ended.out
+    assert "1 row with tie true is left out" in ended.out and document(f"check {file}")[1]["ties"] == 1
+
+
 def test_duplicates_and_held_out_prompts_are_reported_with_exit_code_1(
     write_jsonl: Write, cli: CommandLine, document: Document
 ) -> None:

@@ -72,6 +72,14 @@ def test_rows_of_no_step_are_not_taken_for_another(row: Row, problem: str, write
         check_source(str(write_jsonl([row])))
 
 
+def test_ties_are_left_out_and_counted(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    report = check_source(str(write_jsonl([pair | {"tie": True}, pair | {"tie": False}])), tokenizer=tokenizer)
+    assert (report.task, report.rows, report.ties, len(report.lengths)) == ("preference", 1, 1, 1) and report.is_clean
+    with user_error("must have rows, .* has only ties"):
+        check_source(str(write_jsonl([{"prompt": "q", "responses": ["a", "b"], "tie": True}])))
+
+
 def test_all_problems_are_kept_with_their_lines(write_jsonl: Write) -> None:
     rows = [{"messages": MESSAGES}, {"messages": []}, {"text": ""}, {"messages": MESSAGES[:1]}, {"other": 1}]
     file = write_jsonl(rows)

@@ -253,6 +253,26 @@ def test_answers_count_their_own_tokens_only(load: Load) -> None:
     assert decoded == ["two!<|im_end|>", "no<|im_end|>"], "not the prompt's own answer"
 
 
+def test_no_training_row_is_said_with_its_cause(load: Load) -> None:
+    """A share that holds out every row, and rows without a target, for which `too_long` is no remedy."""
+    with user_error(r"got none: 2 of 2 rows are held out \(data.eval_fraction 0.99\): lower it or add rows$"):
+        load("sft", ROWS[:2], eval_fraction=0.99, max_eval_rows=2)
+    with user_error("2 of 2 rows were dropped at 12 tokens .*: raise the limit or a source's weight or add rows$"):
+        load("sft", ROWS[:2], max_length=12, too_long="truncate")
+    with user_error("weight, set data.too_long to truncate or add rows$"):
+        load("sft", ROWS[:2], max_length=12, too_long="drop")
+
+
+@pytest.mark.parametrize("kind", ["preference", "labelled", "sft"])
+def test_ties_are_left_out_and_counted(kind: str, load: Load, log_lines: list[str]) -> None:
+    """As the board writes them, and as it wrote them before."""
+    ties = [{"prompt": "b?", "chosen": "b", "rejected": "c"}, {"prompt": "c?", "responses": ["b", "c"]}]
+    data = load(kind, [row | {"tie": True} for row in ties] + [row | {"tie": False} for row in ROWS[:3]])
+    assert len(data.train) == 3 and texts(data.train) == {"0", "1", "2"}
+    assert data.counts.dropped == 2 and data.counts.ties == 2 * (kind != "sft")
+    assert log_lines[-1].endswith("0 were truncated to 200 tokens, 2 dropped" + ", 2 of them ties" * (kind != "sft"))
+
+
 def test_labels_stand_alone_or_come_of_pairs(load: Load) -> None:
     rows = [
         {"prompt": "a?", "completion": "yes", "label": True},

@@ -75,6 +75,7 @@ def _document(report: CheckReport) -> dict[str, Any]:
         "rows": report.rows,
         "columns": dict(report.columns),
         "read_as": dict(report.forms),
+        "ties": report.ties,
         "tokens": tokens,
         "previews": [
             {
@@ -128,6 +129,10 @@ def _summary(report: CheckReport) -> list[str]:
     lines = [f"{_counted(report.rows, 'row')} for {report.task}; columns: {columns}"]
     for form, count in report.forms.most_common():
         lines.append(f"{_counted(count, 'row')} {'is' if count == 1 else 'are'} read as {form}")
+    if report.ties:
+        lines.append(f"{_counted(report.ties, 'row')} with tie true {'is' if report.ties == 1 else 'are'} left out")
+    if len(report.forms) > 1:
+        lines.append(f"note: rows of {len(report.forms)} kinds are mixed; a step reads each by its columns")
     if not report.lengths:
         return lines
     lines.append(f"{sum(report.lengths):,} tokens in {_counted(len(report.lengths), 'row')}; lengths in tokens:")

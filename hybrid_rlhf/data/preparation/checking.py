@@ -31,6 +31,7 @@ from hybrid_rlhf.data.encoding import (
 from hybrid_rlhf.data.preparation.splitting import prompt_key
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import (
+    is_tie,
     read_label,
     read_labelled_row,
     read_preference_row,
@@ -111,6 +112,8 @@ class CheckReport:
     problems: RowProblems = field(default_factory=RowProblems)
     lengths: list[int] = field(default_factory=list)
     """Tokens of each encoded row, with the longest completion where it has several; empty without a tokenizer."""
+    ties: int = 0
+    """Number of rows that say that their completions are equally good; they are left out."""
     too_long: int = 0
     """Number of encoded rows beyond the limit: data.too_long drops or truncates them."""
     unusable: int = 0
@@ -157,7 +160,11 @@ def check_source(
     report = None
     seen: dict[bytes, str] = {}
     prompts: dict[bytes, str] = {}
+    ties = 0
     for location, row in progress.track(source.readable_rows(problems.add)):
+        if task != "rl" and is_tie(row):
+            ties += 1
+            continue
         if report is None:
             chosen = _guessed(location, row) if task == "auto" else task
             report = CheckReport(path, chosen, limit or _default_limit(chosen), problems=problems)
@@ -172,8 +179,10 @@ def check_source(
             if eval_sources:
                 prompts.setdefault(_digest(prompt_key(location, row)), location)
     if report is None and not problems.count:
-        raise UserError(f"a data source must have rows, {path} is empty: check the path")
+        found = f"{path} has only ties" if ties else f"{path} is empty"
+        raise UserError(f"a data source must have rows, {found}: check the path")
     if report is not None:
+        report.ties = ties
         _find_overlap(report, prompts, eval_sources)
     return report or CheckReport(path, task, limit or 0, problems=problems)
 

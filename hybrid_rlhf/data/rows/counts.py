@@ -32,6 +32,8 @@ class RowCounts:
     """Number of rows dropped at the limit (data.too_long drop)."""
     dropped_without_target: int
     """Number of rows dropped because nothing is left to learn from, after truncation or from the start."""
+    ties: int
+    """Number of those that are ties: rows of preferences without tokens."""
     limit_tokens: int
     longest_tokens: int
     """The limit that would keep all rows."""
@@ -67,6 +69,7 @@ class RowCounts:
             truncated=0 if drops_long else int(cut.sum()),
             dropped_too_long=too_long,
             dropped_without_target=dropped - too_long,
+            ties=0 if kind == "sft" else int((lengths == 0).sum()),
             limit_tokens=limit,
             longest_tokens=int(lengths.max()),
             nine_tenths_tokens=int(np.quantile(lengths, 0.9, method="higher")),
@@ -78,6 +81,11 @@ class RowCounts:
     def dropped(self) -> int:
         """Number of rows dropped for any reason."""
         return self.dropped_too_long + self.dropped_without_target
+
+    @property
+    def ties_text(self) -> str:
+        """The number of ties, after that of the rows dropped; empty without ties."""
+        return f", {self.ties:,} of them ties" if self.ties else ""
 
     def too_long_text(self, limit_key: str) -> str:
         """A warning of how many rows exceed the limit, with the limits that would keep them; empty if at most a tenth

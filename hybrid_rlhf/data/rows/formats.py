@@ -9,7 +9,8 @@
 | RL | prompt; or messages, without their last assistant turn; other columns are passed to reward functions |
 
 Names and meanings are those of TRL's data sets; `responses` + `ranks` follows InstructGPT (arXiv 2203.02155), section
-3.5. Any row may have `tools`: JSON schemas of the functions that the assistant may call. A message keeps all its keys.
+3.5. A row with `tie: true` is left out. Any row may have `tools`: JSON schemas of the functions that the assistant may
+call. A message keeps all its keys.
 """
 
 from __future__ import annotations
@@ -102,8 +103,15 @@ class PromptRow:
     tools: Tools | None = None
 
 
+def is_tie(row: Row) -> bool:
+    """Return True if a row says that its completions are equally good: there is nothing to learn from it."""
+    return row.get("tie") is True and "completion" not in row and "messages" not in row
+
+
 def read_sft_row(location: str, row: Row) -> ConversationRow:
-    """Read a row for SFT."""
+    """Read a row for SFT; a tie has no messages."""
+    if is_tie(row):
+        return ConversationRow()
     continued = None
     require_text(location, row)
     if "text" not in row:
@@ -136,7 +144,9 @@ def read_sft_row(location: str, row: Row) -> ConversationRow:
 
 
 def read_preference_row(location: str, row: Row) -> PreferenceRow:
-    """Read a row of preferences."""
+    """Read a row of preferences; a tie has no completions."""
+    if is_tie(row):
+        return PreferenceRow([], [], [], [])
     require_text(location, row)
     if "responses" in row and "ranks" in row:
         return _ranked(location, row)
