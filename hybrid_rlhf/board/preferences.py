@@ -113,7 +113,7 @@ class Preferences:
             except ValueError:
                 continue
             if isinstance(row, dict) and {"prompt", "tie", "shown", "choice"} <= row.keys():
-                rows.append(row)
+                rows += [row] if row["tie"] or {"chosen", "rejected"} <= row.keys() else []
         return rows
 
     def summary(self) -> dict[str, Any]:
