@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_rlhf.cli.machine.plan import _unplanned
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.planning.device import Device
@@ -139,6 +140,14 @@ def test_what_comes_nearest_fits(device_gib: float, expected: list[int | None]) 
         larger = replace(machine, machine=replace(machine.machine, ranks=ranks))
         assert all(phase.fits for phase in larger.phases(with_settings(CONFIG, remedy.settings)))
     assert [remedy.ranks for remedy in nearby] == expected, nearby
+
+
+def test_a_remedy_without_what_a_placement_decides_follows_the_rules() -> None:
+    """`plan` searches placements with the rest of a remedy, and parameters on the host want the stage that it had: the
+    plan of a model too large for one GPU ended with an error of keys that nobody had given."""
+    for settings in map(dict, every_config()):
+        assert settings.items() >= _unplanned(settings).items()
+        with_settings(CONFIG, _unplanned(settings))
 
 
 def test_groups_fill_a_host_before_they_cross_hosts() -> None:

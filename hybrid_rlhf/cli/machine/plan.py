@@ -30,6 +30,7 @@ from hybrid_rlhf.runtime.placement import Placement, placed_roles, resolve_place
 if TYPE_CHECKING:
     from hybrid_rlhf.planning.curves import MachineCurves
     from hybrid_rlhf.planning.device import Device
+    from hybrid_rlhf.planning.dotted_keys import Settings
     from hybrid_rlhf.planning.job import RLJob
     from hybrid_rlhf.planning.phase_memory import PhaseMemory
     from hybrid_rlhf.planning.placement_table import PlacementAnswer
@@ -216,7 +217,7 @@ class _Placements:
         settings = next((remedy.settings for remedy in advised or () if remedy.ranks is None), None)
         if answer.best is not None or settings is None:
             return answer
-        unplanned = {key: value for key, value in settings.items() if key not in _PLANNED}
+        unplanned = _unplanned(settings)
         found_plans = plan_placement(self._job(with_settings(rl, unplanned)), self.curves, machine, listed=listed)
         remedied = self._candidate(with_settings(rl, settings))
         result = found_plans.result.merged(SearchResult((remedied,), 1, (remedied,)))
@@ -246,6 +247,13 @@ class _Placements:
         planner = self.planner
         lengths = default_lengths(rl, prompt_tokens=config.prompt_tokens, mean_tokens=config.completion_tokens)
         return read_job(rl, planner.machine.device, lengths=lengths, starts=planner.starts)
+
+
+def _unplanned(settings: Settings) -> Settings:
+    """The settings of a remedy that a plan of placements does not determine, with the stages that their rules want."""
+    unplanned = {key: value for key, value in settings.items() if key not in _PLANNED}
+    offloading = [key.removesuffix("offload_parameters") for key in unplanned if key.endswith(".offload_parameters")]
+    return unplanned | {key: settings[key] for key in (f"{zero}stage" for zero in offloading) if key in settings}
 
 
 def _memory(planned: Mapping[str, Sequence[PhaseMemory]]) -> list[dict[str, Any]]:
