@@ -142,12 +142,13 @@ async def _events(
 ) -> AsyncIterator[dict[str, Any]]:
     """Events until all models are done, the last of each with `done`; a client that leaves cancels them."""
     from hybrid_rlhf.data.chat.reasoning import text_decoder
+    from hybrid_rlhf.data.chat.template import is_plain
 
     streams = [
         TextStream(
             text_decoder(model.tokenizer),
             stop,
-            drops_space=model.tokenizer.chat_template is None,
+            drops_space=is_plain(model.tokenizer),
         )
         for model, _ in submissions
     ]

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.data.chat.calls import ToolCall, function_names
 from hybrid_rlhf.data.chat.reasoning import text_decoder
-from hybrid_rlhf.data.chat.template import ChatTemplate
+from hybrid_rlhf.data.chat.template import ChatTemplate, is_plain
 from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
 from hybrid_rlhf.serving.service import BatchEnded, Job, TokenStream
@@ -68,7 +68,7 @@ class Answer:
         self._most_calls = 1 if isinstance(body, ChatBody) and body.parallel_tool_calls is False else None
         self._is_chat = isinstance(body, ChatBody)
         # Like completion_text in data/chat/conversation.py: without a template, a space follows the role's name.
-        drops_space = self._is_chat and tokenizer.chat_template is None
+        drops_space = self._is_chat and is_plain(tokenizer)
 
         names = function_names(body.used_tools) if isinstance(body, ChatBody) else frozenset[str]()
         marks = thinking_marks(body, tokenizer)

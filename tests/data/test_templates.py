@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ from hybrid_rlhf.data.chat.conversation import (
 )
 from hybrid_rlhf.data.chat.messages import Message, read_message, row_tools
 from hybrid_rlhf.data.chat.reasoning import answer_of
-from hybrid_rlhf.data.chat.template import refused, unrendered
+from hybrid_rlhf.data.chat.template import refused, set_plain_template, unrendered
 from hybrid_rlhf.data.rows.formats import read_sft_row
 from hybrid_rlhf.data.rows.stepwise import encode_steps
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from tests.support.errors import user_error
 from tests.support.messages import assistant, user
 from tests.support.templates import FAMILIES, Family, tokenizer_of
@@ -57,6 +59,30 @@ ROWS: dict[str, list[Message]] = {
     "tool": CALLED,
 }
 FAMILY = pytest.mark.parametrize("family", [pytest.param(family, id=name) for name, family in FAMILIES.items()])
+
+
+@pytest.mark.parametrize("has_bos", [False, True])
+def test_the_template_saved_for_a_model_without_one_writes_the_trained_tokens(has_bos: bool, tmp_path: Path) -> None:
+    """And the library reads a tokenizer with it as it reads one without."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    if has_bos:
+        tokenizer.bos_token = "<|im_start|>"
+        tokens = [("<|im_start|>", tokenizer.bos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=tokens)
+    before = [encode_conversation(row, tokenizer) for row in (*ROWS.values(), [*CALLED, MORE, SECOND])]
+    prompts = [encode_prompt(row[:1], tokenizer) for row in ROWS.values()]
+    set_plain_template(tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    saved = load_tokenizer(str(tmp_path))
+    assert [encode_conversation(row, saved) for row in (*ROWS.values(), [*CALLED, MORE, SECOND])] == before
+    assert completion_text(saved(" one")["input_ids"], saved).lstrip("\u2581") == "one"
+    for row, (encoded, *_) in zip(ROWS.values(), before, strict=False):
+        ids = saved.apply_chat_template(row, tokenize=True, return_dict=False)
+        assert ids[: len(encoded.input_ids)] == encoded.input_ids and encoded.input_ids[0] == ids[0]
+        assert saved.decode(ids).endswith("\n\n")
+    for row, prompt in zip(ROWS.values(), prompts, strict=True):
+        assert saved.apply_chat_template(row[:1], add_generation_prompt=True, return_dict=False) == prompt
 
 
 def learned(row: EncodedSequence, tokenizer: PreTrainedTokenizerFast) -> str:

@@ -26,7 +26,15 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools, continued_turn, is_learned
 from hybrid_rlhf.data.chat.reasoning import text_decoder
-from hybrid_rlhf.data.chat.template import SYSTEM_TURN, ChatTemplate, leading_bos, render, render_unfinished, token_ids
+from hybrid_rlhf.data.chat.template import (
+    SYSTEM_TURN,
+    ChatTemplate,
+    is_plain,
+    leading_bos,
+    render,
+    render_unfinished,
+    token_ids,
+)
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 RULES_VERSION = 9
@@ -214,7 +222,7 @@ def completion_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> s
     Without a chat template, the space after the role name is not part of the text.
     """
     text = text_decoder(tokenizer)([int(token) for token in ids])
-    return text if tokenizer.chat_template is not None else text.removeprefix(" ")
+    return text.removeprefix(" ") if is_plain(tokenizer) else text
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, context: str = "") -> EncodedSequence:

@@ -7,7 +7,7 @@ detect the formats that it renders. What a template does not support becomes the
 precedes the first user text (as in Gemma's documentation), a tool result is a user turn, a tool call is JSON text.
 
 Without a template, turns are `Human:` and `Assistant:` paragraphs, as in DeepSpeed-Chat, and assistant turns end with
-EOS.
+EOS. A tokenizer that is saved gets a template that writes the same, for other programs; here it counts as none.
 """
 
 from __future__ import annotations
@@ -37,6 +37,19 @@ _PLAIN_NAMES = {
     "ipython": "Tool",
     "observation": "Tool",
 }
+_PLAIN = (
+    f"{{%- set names = {_PLAIN_NAMES} -%}}"
+    "{%- for message in messages -%}"
+    "{%- set turn = namespace(text=message['content'] or '') -%}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{%- set turn.text = turn.text + ('\\n' if turn.text else '') + (call['function'] | tojson) -%}"
+    "{%- endfor -%}"
+    "{{- names[message['role']] + ': ' + turn.text -}}"
+    "{{- (eos_token if message['role'] == 'assistant' else '') + '\\n\\n' -}}"
+    "{%- endfor -%}"
+    "{{- 'Assistant:' if add_generation_prompt else '' -}}"
+)
+"""What `render` writes without a template, as one."""
 _NEAREST = {
     "system": ("system",),
     "developer": ("developer", "system"),
@@ -98,7 +111,7 @@ class ChatTemplate:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None) -> ChatTemplate | None:
         """The template for a conversation with these tools; None if the tokenizer has none."""
-        if tokenizer.chat_template is None:
+        if is_plain(tokenizer):
             return None
         source = tokenizer.get_chat_template(None, tools)
         variables = tokenizer.special_tokens_map
@@ -374,11 +387,24 @@ def leading_bos(text: str, tokenizer: PreTrainedTokenizerBase, *, plain: bool | 
         tokenizer: tokenizer of the model.
         plain: true if the text has not been rendered by a template; None: true if the tokenizer has no template.
     """
-    plain = tokenizer.chat_template is None if plain is None else plain
+    plain = is_plain(tokenizer) if plain is None else plain
     bos = tokenizer.bos_token_id
     if not plain or bos is None or text.startswith(str(tokenizer.bos_token)):
         return []
     return [int(bos)] if tokenizer("a", add_special_tokens=True)["input_ids"][:1] == [bos] else []
+
+
+def is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if a tokenizer has no chat template, or only that of `set_plain_template`."""
+    template = tokenizer.chat_template
+    return template is None or (isinstance(template, str) and template.endswith(_PLAIN))
+
+
+def set_plain_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a tokenizer without a chat template one that writes the tokens of `render`, for programs that read it where
+    it is saved."""
+    begins = "{{- bos_token -}}" if leading_bos("", tokenizer) else ""
+    tokenizer.chat_template = begins + _PLAIN
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
