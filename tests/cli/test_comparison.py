@@ -10,6 +10,7 @@ import pytest
 from hybrid_rlhf.cli.saved_models import comparison
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
+from tests.support.steps import write_lines
 
 ODD = "[x] [/INST] :smile:"
 
@@ -59,6 +60,16 @@ def test_brackets_are_no_markup(
     assert f"say {ODD}" in said and f"--system 'be {ODD}'" in said
     columns = ["base", "SFT", "PPO"] if base else ["start", "PPO"]
     assert said.count(f"says {ODD}") == len(columns) and all(f" {name} " in said for name in columns)
+
+
+@pytest.mark.parametrize(("spread", "shown"), [(0.0, False), (1e-8, False), (0.2, True)])
+def test_a_change_in_deviations_needs_a_deviation(spread: float, shown: bool, tmp_path: Path) -> None:
+    """A single held-out score has none: the change was divided by 1e-8."""
+    values = ((0, -0.108), (9, -0.065))
+    lines = [{"step": step, "eval/scores": score, "eval/scores_std": spread} for step, score in values]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    labels = [change.label.strip() for change in comparison.metric_changes({"rl": tmp_path}, label="PPO")]
+    assert labels == ["PPO mean score"] + ["in standard deviations of the SFT scores"] * shown
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,8 @@ _METRICS = {
     ],
 }
 """Held-out metrics of each step: label, in which {} is the algorithm, and format."""
+_ROUNDING = 1e-6
+"""Rounding of a standard deviation in float32, relative to the mean."""
 
 
 def metric_changes(folders: Mapping[str, Path], *, label: str) -> list[MetricChange]:
@@ -136,8 +138,10 @@ def metric_changes(folders: Mapping[str, Path], *, label: str) -> list[MetricCha
                 changes.append(MetricChange(name, before, after, after / before - 1, form, "{:+.0%}"))
             else:
                 changes.append(MetricChange(name, before, after, after - before, form))
-            if metric == "eval/scores" and (spread := _held_out(folder, "eval/scores_std")) is not None:
-                in_stds = (after - before) / max(spread[0], 1e-8)
+            spread = _held_out(folder, "eval/scores_std") if metric == "eval/scores" else None
+            # a single score has no deviation, and equal ones that of their rounding
+            if spread is not None and spread[0] > _ROUNDING * max(1.0, abs(before)):
+                in_stds = (after - before) / spread[0]
                 label_of_stds = "  in standard deviations of the SFT scores"
                 changes.append(MetricChange(label_of_stds, None, None, in_stds, change_form="{:+.2f}"))
     return changes
