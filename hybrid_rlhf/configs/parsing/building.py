@@ -205,8 +205,20 @@ def _typed(key: Key, value: Any) -> Any:
             if reading is readings[0]:
                 is_item = isinstance(reading, list) and isinstance(place, int) and place < len(reading)
                 wrong = reading[place] if is_item else reading
+                if is_item and isinstance(wrong, Mapping) and (rule := _wrong_key(error)):
+                    raise UserError(f"{key.name}: {rule}") from None
     shown = "a number of thousands of digits" if re.fullmatch(r"\d{1000,}", str(wrong)) else wrong
     raise UserError(f"{key.name} must be {type_name(key.hint)}, got {shown}: see --help")
+
+
+def _wrong_key(error: Any) -> str:
+    """The rule of the key within an item that has a wrong value, as pydantic found it; empty if the item is wrong as a
+    whole."""
+    first = max(error.errors(), key=lambda each: len(each["loc"]))
+    if len(first["loc"]) < 3:  # number of the item, type of the item, key
+        return ""
+    rule = first["msg"].removeprefix("Input should be ")
+    return f"{first['loc'][-1]} must be {rule}, got {first['input']}: change it"
 
 
 def _instance(section: Section, values: Mapping[str, Any]) -> Any:

@@ -355,6 +355,8 @@ def _hint(wrong: str, known: Sequence[str]) -> str:
     section, _, leaf = wrong.rpartition(".")
     if wrong in known:  # in a file
         return f"write {leaf} within {section}"
+    if "base_model" in known and wrong in ("model", "model.path"):
+        return "give base_model, from which the steps start"
     inside = [name for name in known if name.endswith(f".{wrong}")]
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     if exact := inside or same_leaf:

@@ -38,7 +38,7 @@ _KEYS = {
     "max_prompt_length": "rollout.max_prompt_tokens",
     "max_seq_length": "data.max_length",
     "missing_eos_penalty": "algorithm.penalties.missing_eos",
-    "model_name_or_path": "model.path",
+    "model_name_or_path": "base_model or model.path",
     "num_generations": "rollout.sampling.n",
     "num_iterations": "algorithm.epochs",
     "num_ppo_epochs": "algorithm.epochs",
