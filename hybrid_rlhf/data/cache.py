@@ -6,10 +6,12 @@ renamed, so that a partial one is never read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
@@ -29,6 +31,8 @@ _DATE_FUNCTION = "strftime_now"
 """Function of transformers that gives templates the current time; they write the day (Llama 3.2, gpt-oss)."""
 _MANY_ROWS = 20_000
 """Number of rows from which writing takes seconds, so that the log announces it."""
+_ABANDONED_SECONDS = 24 * 3600
+"""Age from which a temporary folder is of a process that was killed: an entry is written within minutes."""
 _BATCH_ROWS = 1000
 """Number of rows held as Python lists at a time, 70 bytes per token; finished batches are Arrow tables."""
 
@@ -72,6 +76,15 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     }
 
 
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the temporary folders of killed processes."""
+    oldest = time.time() - _ABANDONED_SECONDS
+    for partial in folder.glob("*.partial"):
+        with contextlib.suppress(OSError):
+            if partial.stat().st_mtime < oldest:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
 def _write(folder: Path, make: Callable[[], Iterator[dict[str, Any]]]) -> str | None:
     """Create an entry unless it exists; return the text of a user's error, or None."""
     if folder.exists():
@@ -86,6 +99,7 @@ def _write(folder: Path, make: Callable[[], Iterator[dict[str, Any]]]) -> str | 
         if len(rows) > _MANY_ROWS:
             logger.info("writing %s tokenised rows to %s", f"{len(rows):,}", folder)
         partial.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(partial.parent)
         rows.save_to_disk(str(partial))
         for file in partial.iterdir():
             file.chmod(0o444)  # runs map these files: truncating one would kill them with SIGBUS

@@ -384,7 +384,7 @@ class TokenizeBody(TemplateBody):
             UserError: unless there is one of the two.
         """
         if (self.prompt is None) == (self.messages is None):
-            raise UserError("a request to tokenize has prompt or messages, got both or none: send one of them")
+            raise KeyRejected("prompt", "or messages must be sent, got both or none: send one of them")
         if self.messages is None:
             return None
         return checked(ChatBody, self.model_dump(include={*ChatBody.model_fields}))
@@ -449,10 +449,11 @@ class ScoreBody(StrictBody):
             return [self.messages] if isinstance(first, dict) else self.messages  # type: ignore[list-item,return-value]
         is_odd = self.messages is not None or has_both or (self.text_1 is None) != (self.text_2 is None)
         if is_odd or not prompts or not completions or len(prompts) != len(completions):
-            raise UserError(
-                "a request for scores has messages, or as many prompts as completions, got "
+            raise KeyRejected(
+                "messages",
+                "must be sent, or as many prompts as completions, got "
                 f"{len(self.messages or [])} messages, {len(prompts or [])} prompts and {len(completions or [])} "
-                "completions: send one of them"
+                "completions: send one of them",
             )
         return [
             [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import os
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -44,6 +46,17 @@ def test_each_host_creates_its_own_entry_and_an_error_ends_all(tmp_path: Path) -
     assert first["made"] == [0, 0] and second["made"] == [1, 1]
     assert first["refused"] == second["refused"]
     assert f"data.cache_dir must be a writable folder, {blocked}" in first["refused"]
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    """Those of a day ago: another process may be writing a newer one."""
+    for name, hours in (("old", 25), ("new", 23)):
+        folder = tmp_path / "tokens" / f"{name}.partial"
+        folder.mkdir(parents=True)
+        os.utime(folder, (time.time() - hours * 3600,) * 2)
+    rows = iter([{"input_ids": [1]}])
+    cached_rows({}, lambda: rows, cache_dir=str(tmp_path), world=solo_world(torch.device("cpu")))
+    assert [folder.name for folder in (tmp_path / "tokens").glob("*.partial")] == ["new.partial"]
 
 
 def test_few_rows_are_in_memory_as_lists(tmp_path: Path) -> None:

@@ -696,6 +696,8 @@ def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pyt
         once = adapter.ReasoningGym()
         once.reset(seen)
         assert once.step(said) == StepResult(None, score, True)
+    with user_error("got one without dataset, size, seed, settings, index: write them with"):
+        adapter.ReasoningGym().reset({"prompt": seen["prompt"], "answer": "4"})
     adapter.main(["chain_sum", str(tmp_path / "new" / "short.jsonl"), "1", "0", '{"max_terms": 2}'])
     assert json.loads((tmp_path / "new" / "short.jsonl").read_text())["settings"] == {"max_terms": 2}
     with user_error(r"settings must be a JSON object, got '\[2\]'"):

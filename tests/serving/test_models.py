@@ -28,7 +28,7 @@ from hybrid_rlhf.models.policy import Scorer
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.serving.answers import Answer
 from hybrid_rlhf.serving.app import Access, build_scoring_app
-from hybrid_rlhf.serving.bodies import ChatBody
+from hybrid_rlhf.serving.bodies import ChatBody, KeyRejected, ScoreBody, TokenizeBody
 from hybrid_rlhf.serving.saved_scorer import NotWanted
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Job
@@ -299,6 +299,14 @@ def test_streamed_calls_are_the_same(server: Server) -> None:
         reason = choice.finish_reason or reason
     assert (text, reason) == ("Yes.", "tool_calls")
     assert [(call.index, call.function.name) for call in calls] == [(0, "f")]
+
+
+@pytest.mark.parametrize(("body", "key"), [(TokenizeBody(model="m"), "prompt"), (ScoreBody(model="m"), "messages")])
+def test_a_request_without_input_names_its_key(body: TokenizeBody | ScoreBody, key: str) -> None:
+    """`param` of OpenAI's error object was null."""
+    with pytest.raises(KeyRejected) as raised:
+        body.conversation() if isinstance(body, TokenizeBody) else body.conversations()
+    assert raised.value.key == key and str(raised.value).startswith(f"{key} ")
 
 
 def test_cut_calls_stay_text(server: Server) -> None:

@@ -44,6 +44,12 @@ class ReasoningGym:
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the prompt of the row with the instruction."""
+        missing = [name for name in ("prompt", "dataset", "size", "seed", "settings", "index") if name not in row]
+        if missing:
+            raise UserError(
+                f"rows of the environment reasoning_gym must have what its writer writes, got one without "
+                f"{', '.join(missing)}: write them with python -m hybrid_rlhf.rl.environments.reasoning_gym"
+            )
         self._problems = problems(row["dataset"], int(row["size"]), int(row["seed"]), json.dumps(row["settings"]))
         self._problem = self._problems[int(row["index"])]
         return with_instruction(row["prompt"], self._instruction)
