@@ -6,16 +6,21 @@ import logging
 import re
 import shutil
 import sysconfig
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
+from hybrid_rlhf.cli.machine import env
 from hybrid_rlhf.runtime import installation
 from hybrid_rlhf.runtime.installation import Fault, PackageState, required_packages
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import _log_device
+from hybrid_rlhf.runtime.sandbox import local
+from hybrid_rlhf.runtime.sandbox.local import Isolation, LocalSandbox
+from hybrid_rlhf.runtime.sandbox.process import Ended
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.commands import CommandLine
 
@@ -49,10 +54,30 @@ def test_requirements_next_to_what_is_installed() -> None:
     assert faults == [None, old, gone, None, old, None], "a missing optional package is no fault"
 
 
+def test_the_isolation_of_programs_is_told_with_the_reason_why_it_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a run, on the machine that will run it."""
+    monkeypatch.setattr(local, "_warn_once", lambda text: None)
+    monkeypatch.setattr(local, "_candidates", lambda: [Isolation.NAMESPACES, Isolation.OTHER_USER])
+    failed = Ended(1, b"", b"denied", False, False).result()
+    results = {Isolation.NAMESPACES: failed, Isolation.OTHER_USER: replace(failed, exit_status=0)}
+    monkeypatch.setattr(LocalSandbox, "_run", lambda self, isolation, *rest: results.get(isolation))
+    found = env._sandbox()
+    assert found["isolation"] == "other_user" and "it has the network" in found["absent"]
+    assert found["failures"] == ["namespaces: exit status 1: denied"]
+    results |= dict.fromkeys((Isolation.OTHER_USER, Isolation.LIMITS), failed)
+    found = env._sandbox()
+    assert found["isolation"] is None and "must run" in found["failures"][0]
+
+
 def test_the_command_prints_versions_and_fails_on_a_fault(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     said = cli("env").out
     assert "runs compute on          " in said
-    assert f"torch                    {torch.__version__}" in said and "extra serve" in said and "problem" not in said
+    assert (
+        f"torch                    {torch.__version__}" in said
+        and "extra serve" in said
+        and "sandbox of programs" in said
+        and "problem" not in said
+    )
     found = cli("env --json").result
     assert found["versions"]["torch"] == torch.__version__ and found["faults"] == []
     assert found["compiled_cpu_kernels"] in (True, False) and found["processor"]["cores"] >= 1

@@ -131,6 +131,31 @@ def test_a_program_without_the_function_does_not_pass(code: VerifierReward, prog
     assert code.score(texts_of([fenced(program)], tests=[ASSERTIONS])).values == [0.0]
 
 
+FORGERIES = [
+    "import os\nos.rename('program', 'test.py'); open('program', 'w').close()",
+    "import re\nvalue = int(re.search('== (.*)', open('test.py').read())[1])\ndef add(a, b): return value",
+    "import builtins, io\nbuiltins.open = lambda *_, **__: io.StringIO('')\ndef add(a, b): return 0",
+    "import os\ntry: os.lseek(0, 0, 0)\nfinally: os.write(1, os.read(0, 64)); os._exit(0)",
+    "import sys\nsys.settrace(lambda *_: None)\ndef add(a, b): return 0",
+    "import os\nif os.fork(): os._exit(0)\ndef add(a, b): return 3",
+    "import builtins\nbuiltins.AssertionError = None\ndef add(a, b): return 0",
+    "__builtins__ = {}\ndef add(a, b): return 0",
+    "import os, sys\nif not sys.flags.optimize: os.execv(sys.executable, [sys.executable, '-O', 'program'])",
+    "import os, threading\nthreading.Thread(target=os._exit, args=(0,)).start()",
+    "def add(a, b): raise SystemExit(0)",
+    "import signal, os\nsignal.signal(signal.SIGALRM, lambda *_: os._exit(0)); signal.alarm(1)\nwhile True: pass",
+    "import os\nos.dup2(2, 1); os.write(1, b'0123456789abcdef'); os._exit(0)",
+    "import sys\nsys.unraisablehook = sys.excepthook = print\nclass A:\n    def __del__(self): raise KeyError\nA()",
+    "import os\nos.write = lambda *_: 64\nos.read = lambda *_: b''\ndef add(a, b): return 0",
+]
+
+
+def test_forgeries_score_nothing(code: VerifierReward) -> None:
+    """Each replaces or leaves what judges it; the second once read the expected value in the file of the test."""
+    scores = code.score(texts_of([fenced(program) for program in FORGERIES], tests=[ASSERTIONS] * len(FORGERIES)))
+    assert scores.values == [0.0] * len(FORGERIES), [FORGERIES[i] for i, value in enumerate(scores.values) if value]
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -204,6 +204,20 @@ def test_the_files_of_a_program_are_bounded(sandbox: LocalSandbox) -> None:
     assert int(sandbox.run(one).stdout) <= SMALL["disk_gib"] * 2**30
 
 
+def test_a_program_makes_no_user_namespace_and_no_system_v_memory(sandbox: LocalSandbox) -> None:
+    """In the first it mounts file systems of any size; no limit of a process counts the second."""
+    if sandbox.isolation not in IN_NAMESPACES:
+        pytest.skip("this isolation lists files as not counted")
+    program = (
+        "import ctypes\nlibc = ctypes.CDLL(None)\n"
+        "print(libc.unshare(0x10000000), libc.shmget(0, 4096, 0o1600), libc.msgget(0, 0o1600))"
+    )
+    namespace, *shared = sandbox.run(program).stdout.split()
+    assert namespace == "-1"
+    if sandbox.isolation is Isolation.NAMESPACES:  # others: from Linux 5.19 on, and not in bubblewrap
+        assert shared == ["-1", "-1"]
+
+
 @pytest.fixture
 def listener() -> Iterator[int]:
     """The port of a server on this machine that accepts connections."""
@@ -264,13 +278,75 @@ def test_the_strongest_isolation_is_chosen_and_what_is_absent_is_told_once(
     monkeypatch.setattr(local, "_warn_once", local._warn_once.__wrapped__)  # of this test, whatever ran before
     monkeypatch.setattr(local, "_ENTER", "echo denied >&2; exit 1")  # as in a container without privileges
     monkeypatch.setattr(local.shutil, "which", lambda name: None if name == "bwrap" else shutil_which(name))
-    sandbox = LocalSandbox(SandboxConfig(**SMALL))
-    assert sandbox.isolation.absent
+    settings = SMALL | {"command": (PYTHON, "-s"), "limits_alone": os.geteuid() != 0}
+    sandbox = LocalSandbox(SandboxConfig(**settings))
+    assert sandbox.isolation in (Isolation.OTHER_USER, Isolation.LIMITS)
     (message,) = [text for text in log_lines if text.startswith("the sandbox of programs lacks protections here (")]
     assert "denied" in message
     assert all(absent in message for absent in sandbox.isolation.absent)
-    with user_error("sandbox.strict needs all protections, here a program lacks some: it has the ne"):
-        LocalSandbox(SandboxConfig(**SMALL, strict=True))
+    with user_error("sandbox.strict needs all protections, here a program lacks some|programs of a model run in name"):
+        LocalSandbox(SandboxConfig(**settings | {"strict": True, "limits_alone": False}))
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_programs_never_have_the_rights_of_root_and_those_of_a_user_only_if_accepted(
+    user: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that denies every isolation once ran a model's programs as root, after one warning."""
+    monkeypatch.setattr(local, "_candidates", list)
+    monkeypatch.setattr(local.os, "geteuid", lambda: user)
+    hidden: list[bool] = []
+    monkeypatch.setattr(local, "_hide_memory", lambda: hidden.append(True))
+    rule = "programs of a model run in namespaces, as another user or in bubblewrap, none works here"
+    with user_error(rule):
+        LocalSandbox(SandboxConfig(**SMALL))
+    accepted = SandboxConfig(**SMALL, limits_alone=True)
+    if user == 0:
+        with user_error(rule):
+            LocalSandbox(accepted)
+    else:
+        assert LocalSandbox(accepted).isolation is Isolation.LIMITS
+    assert bool(hidden) == (user != 0)
+
+
+def test_programs_with_limits_alone_read_neither_memory_nor_environment_of_the_run() -> None:
+    """Keys, and the expected outputs of pairs."""
+    program = (
+        "import os\nfor name in 'environ', 'maps', 'mem':\n"
+        "    try: open(f'/proc/{os.getppid()}/{name}', 'rb').close()\n    except PermissionError: print('hidden')"
+    )
+    run = (
+        "import subprocess, sys\nfrom hybrid_rlhf.runtime.sandbox.local import _hide_memory\n"
+        f"if sys.argv[1] == 'hide': _hide_memory()\nsubprocess.run(['{PYTHON}', '-c', sys.argv[2]], check=True)"
+    )
+    drop = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()  # those of root read all
+    for word, told in (("hide", "hidden\n" * 3), ("show", "")):
+        words = [*drop, sys.executable, "-c", run, word, program]
+        assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == told
+
+
+@pytest.mark.parametrize("isolation", IN_NAMESPACES, ids=lambda isolation: isolation.name.lower())
+def test_a_virtual_environment_may_be_below_the_home_of_programs(
+    isolation: Isolation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden by the file system that is mounted there, it once left root without an isolation."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        prefix = Path(name, "venv")
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True)
+        link = Path(name, "python")
+        link.symlink_to(prefix / "bin" / "python")
+        monkeypatch.setattr(sys, "prefix", str(prefix))
+        for executable in (prefix / "bin" / "python", link):  # the link as uv makes it in ~/.local/bin
+            monkeypatch.setattr(sys, "executable", str(executable))
+            sandbox = sandbox_of(isolation, monkeypatch, command=())
+            told = sandbox.run("import sys\nopen('a', 'w').close()\nprint(sys.executable)")
+            assert told.stdout == f"{executable}\n", told.failure
+        denied = sandbox.run(f"open({str(prefix / 'left')!r}, 'w')")
+        assert "Read-only file system" in denied.stderr or "Permission denied" in denied.stderr
+    monkeypatch.undo()
+    with user_error("sandbox.readable lists folders besides /tmp, the home of a program"):
+        LocalSandbox(SandboxConfig(readable=("/tmp",)))
 
 
 shutil_which = shutil.which
@@ -343,6 +419,7 @@ def test_a_container_has_the_same_limits(tmp_path: Path) -> None:
         ({"kind": "docker"}, "sandbox.image goes with sandbox.kind docker, got None with docker"),
         ({"image": "x"}, "sandbox.image goes with sandbox.kind docker, got x with local"),
         ({"kind": "docker", "image": "x", "strict": True}, "sandbox.strict is not read with sandbox.kind docker"),
+        ({"strict": True, "limits_alone": True}, "sandbox.strict and sandbox.limits_alone contradict each other"),
         ({"options": {"a": 1}}, "sandbox.options is not read with sandbox.kind local"),
         ({"memory_gib": 0.0}, "memory_gib must be above 0"),
     ],

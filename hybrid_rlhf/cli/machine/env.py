@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.configs.commands.machine import EnvConfig
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.output import print_result
+from hybrid_rlhf.runtime.sandbox.local import LocalSandbox
 
 if TYPE_CHECKING:
     from hybrid_rlhf.runtime.installation import Installation
@@ -28,15 +31,29 @@ def main(config: EnvConfig) -> None:
         fix = f"pip install --force-reinstall {error.name}" if error.name else "reinstall the package"
         print_result({"faults": [{"problem": problem, "fix": fix}]}, f"problem: {problem}: {fix}")
         sys.exit(1)
+    sandbox = _sandbox()
     print_result(
-        {"version": __version__, **vars(installation), "compiled_cpu_kernels": compiled},
-        "\n".join(_lines(installation, compiled)),
+        {"version": __version__, **vars(installation), "compiled_cpu_kernels": compiled, "sandbox": sandbox},
+        "\n".join(_lines(installation, compiled, sandbox)),
     )
     if installation.faults:
         sys.exit(1)
 
 
-def _lines(installation: Installation, compiled: bool) -> list[str]:
+def _sandbox() -> dict[str, Any]:
+    """The isolation that a model's programs have here with default settings, what it lacks, and why it is no better."""
+    try:
+        sandbox = LocalSandbox(SandboxConfig())
+    except UserError as error:
+        return {"isolation": None, "absent": [], "failures": [str(error)]}
+    return {
+        "isolation": sandbox.isolation.name.lower(),
+        "absent": list(sandbox.isolation.absent),
+        "failures": list(sandbox.failures),
+    }
+
+
+def _lines(installation: Installation, compiled: bool, sandbox: dict[str, Any]) -> list[str]:
     lines = [f"{'hybrid_rlhf':24} {__version__}"]
     lines += [f"{name:24} {version}" for name, version in installation.versions.items()]
     for device in installation.devices:
@@ -51,6 +68,9 @@ def _lines(installation: Installation, compiled: bool) -> list[str]:
     lines.append(f"{'host memory':24} {host['memory_gib']:.1f} GiB, {host['free_memory_gib']:.1f} free")
     kernels = "yes" if compiled else "no: generation on a CPU uses torch's operations; install g++ for faster ones"
     lines.append(f"{'compiled CPU kernels':24} {kernels}")
+    absent = f", in which {', '.join(sandbox['absent'])}" if sandbox["absent"] else ""
+    failures = f" ({'; '.join(sandbox['failures'])})" if sandbox["failures"] else ""
+    lines.append(f"{'sandbox of programs':24} {sandbox['isolation'] or 'none'}{absent}{failures}")
     lines.append("")
     for package in (package for package in installation.packages if package.extra is None):
         lines.append(f"{package.name:24} {package.installed or 'missing'}  (required: {package.required or 'any'})")

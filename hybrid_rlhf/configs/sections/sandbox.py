@@ -15,6 +15,9 @@ class SandboxConfig(Settings):
     module:Class or path/to/file.py:Class, for example for a remote pool."""
     strict: bool = False
     """local: refuse to run if the kernel denies one of the protections; false: warn once which are absent."""
+    limits_alone: bool = False
+    """local: where no isolation works, run programs with the rights of this user, within limits of time, memory and
+    output alone; false: refuse to run. Not for root."""
     timeout_seconds: Positive = 10.0
     """Time limit of a program in seconds, also of its processor time."""
     memory_gib: Positive = 1.0
@@ -46,10 +49,14 @@ class SandboxConfig(Settings):
             (self.image is not None) == (self.kind == "docker"),
             f"sandbox.image goes with sandbox.kind docker, got {self.image} with {self.kind}: give both or none",
         )
+        require(
+            not (self.strict and self.limits_alone),
+            "sandbox.strict and sandbox.limits_alone contradict each other, got both: leave one out",
+        )
         is_local = self.kind == "local"
-        for key, is_read in (("strict", is_local), ("readable", is_local), ("options", is_custom)):
+        for key in ("strict", "limits_alone", "readable", "options"):
             value = getattr(self, key)
             require(
-                is_read or not value,
+                (is_custom if key == "options" else is_local) or not value,
                 f"sandbox.{key} is not read with sandbox.kind {self.kind}, got {value}: leave it out",
             )

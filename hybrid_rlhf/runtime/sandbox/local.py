@@ -4,11 +4,12 @@ A program has a private folder, which is its working folder, home and /tmp. In n
 other process, and of the file system only what it may read: the system's programs and libraries and those of Python.
 As root, namespaces are made by unshare(1), and the program runs as a user that nobody else is, because the kernel does
 not limit root's processes. Other users have bubblewrap, if it is installed, or unshare with a user namespace. Where a
-container or the kernel denies both, limits of the process remain.
+container or the kernel denies them, a sandbox is refused, unless the config accepts limits of the process alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import math
@@ -52,8 +53,12 @@ _LAST_USERS = 10
 _COUNTED_BY_NAMESPACE = (5, 14)
 """Linux counts processes for each user namespace since this version, before for each user on the whole machine."""
 _UNCOUNTED = "its processes are not counted"
+_FILES_UNCOUNTED = "its files are limited one by one, not in their sum and number"
 _KILLED_FIRST = 'echo 1000 >/proc/self/oom_score_adj; exec "$@"'
 """Where the host's memory is exhausted, the kernel kills the program and not the run."""
+_SET_DUMPABLE = 4
+"""PR_SET_DUMPABLE of linux/prctl.h."""
+_FIX = "install bubblewrap, allow user namespaces, set sandbox.kind docker"
 _NO_PRIVILEGES = ("--no-new-privs", "--inh-caps=-all", "--bounding-set=-all")
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
@@ -66,18 +71,24 @@ _ENVIRONMENT = {
 """Nothing of the run's environment, which may contain keys."""
 _ENTER = f"""set -e
 mount --all --fstab "$1/fstab"
+cp -R "$1/home/." "$2/." "$1/root{HOME}"
+mount --all --fstab "$1/fstab_home"
 mount -t proc -o nosuid,nodev,noexec proc "$1/root/proc" 2>/dev/null || :  # denied within some containers
-cp -R "$2/." "$1/root{HOME}"
 cd "$1/root"
 pivot_root . old
 umount --lazy /old
-cd {HOME}
+for name in shmmni msgmni; do echo 0 2>/dev/null >/proc/sys/kernel/$name || :; done
+mount --rbind / /old
 shift 2
 set +e
-"$@"
+chroot /old sh -c 'cd {HOME} && exec "$@"' sh "$@"
 """
 """Arguments: the folder of the sandbox, the program's files, the command. The shell stays, as process 1: signals and
-orphans are those of any other process, and its end ends all of them."""
+orphans are those of any other process, and its end ends all of them. What is read below the program's home, such as a
+virtual environment in /tmp, is mounted after the home. The program's root is a second mount of the whole: the kernel
+makes no user namespace for a process in chroot, in which a program would mount file systems without a limit. Shared
+memory and queues of System V, which no limit of a process counts, are switched off in the namespace, where the kernel
+lets its root (a user namespace: since Linux 5.19)."""
 
 
 class Isolation(Enum):
@@ -88,16 +99,18 @@ class Isolation(Enum):
     BUBBLEWRAP = ()
     USER_NAMESPACE = ()
     """Namespaces that a user makes."""
-    OTHER_USER = ("it has the network", "it reads files that everyone may read")
+    OTHER_USER = ("it has the network", "it reads files that everyone may read", _FILES_UNCOUNTED)
     """No namespaces; root starts the program as another user."""
     LIMITS = (
         "it has the network",
-        "it reads and writes the files and the memory of this user",
-        "it may end the processes of this user",
+        "it reads and writes the files of this user",
+        "it reads the memory and the environment of this user's other processes",
+        "it may end the processes of this user, the run too",
         _UNCOUNTED,
+        _FILES_UNCOUNTED,
         "its processes survive it where they leave its process group",
     )
-    """Limits of the process, its environment and its folder alone."""
+    """Limits of the process, its environment and its folder alone; never chosen unless the config accepts it."""
 
     def __new__(cls, *absent: str) -> Self:
         """A member that no other equals, although several lack nothing."""
@@ -109,16 +122,24 @@ class Isolation(Enum):
     absent: tuple[str, ...]
     """Protections that a program lacks."""
 
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", " ")
+
 
 class LocalSandbox:
-    """Runs programs on this machine."""
+    """Runs programs on this machine.
+
+    Attributes:
+        isolation: the strongest isolation that works here.
+        failures: why those that are stronger do not, each with its name.
+    """
 
     def __init__(self, config: SandboxConfig) -> None:
         """Choose the strongest isolation that works here.
 
         Raises:
-            UserError: if the system is not Linux with util-linux, no program runs, or a protection is absent and the
-                config is strict.
+            UserError: if the system is not Linux with util-linux, no program runs, no isolation works and the config
+                does not accept limits alone, or a protection is absent and the config is strict.
         """
         missing = [name for name in ("prlimit", "setpriv") if shutil.which(name) is None]
         if missing:
@@ -129,8 +150,10 @@ class LocalSandbox:
         self._config = config
         self._command = config.command or (sys.executable, "-s", "-E")
         # a folder may be a symbolic link, such as a .venv on another disk: the program sees the link and its target
-        readable = [sys.base_prefix, sys.prefix, *config.readable]
+        readable = [sys.base_prefix, sys.prefix, sys.executable, *config.readable]
         self._visible = outermost([*_SYSTEM, *readable, *map(os.path.realpath, readable)])
+        if Path(HOME) in self._visible:
+            raise UserError(f"sandbox.readable lists folders besides {HOME}, the home of a program: name those in it")
         self._temporary = tempfile.TemporaryDirectory(prefix="hybrid_rlhf_sandbox_", ignore_cleanup_errors=True)
         self._folder = Path(self._temporary.name)
         self._folder.chmod(0o711)  # other users reach the folders of their programs
@@ -138,7 +161,7 @@ class LocalSandbox:
         # Two programs of one user would end each other; threads may share a count, but not a generator.
         self._started = itertools.count(secrets.randbelow(len(self._users) or 1))
         self._prepare_root()
-        self.isolation = self._choose()
+        self.isolation, self.failures = self._choose()
 
     def run(
         self,
@@ -218,25 +241,27 @@ class LocalSandbox:
             mounts += [*kind, str(path)]
         return [
             *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session"),
-            *("--cap-drop", "ALL", *mounts),
-            *("--dev", "/dev", "--proc", "/proc", "--ro-bind", str(folder), "/files"),
-            *("--size", str(round(self._config.disk_gib * GIB)), "--tmpfs", HOME, "--remount-ro", "/"),
+            *(("--unshare-user", "--disable-userns") if _denies_namespaces(shutil.which("bwrap")) else ()),
+            *("--cap-drop", "ALL", "--size", str(round(self._config.disk_gib * GIB)), "--tmpfs", HOME, *mounts),
+            *("--dev", "/dev", "--proc", "/proc", "--ro-bind", str(folder), "/files", "--remount-ro", "/"),
             *("--chdir", HOME, "sh", "-c", 'cp -R /files/. . && "$@"', "sh", *command),
         ]
 
     def _prepare_root(self) -> None:
         """Make the empty root of namespaces, and the table of what is mounted in it."""
-        root = self._folder / "root"
-        size = round(self._config.disk_gib * GIB)
-        mounts = [(root, root, "none", "bind,ro")]
+        root, home, size = self._folder / "root", self._folder / "home", round(self._config.disk_gib * GIB)
+        for folder in (root, home):
+            folder.mkdir()
+        mounts, in_home = [(root, root, "none", "bind,ro")], []
         for path in self._visible:
-            place = _below(root, path)
+            is_in_home = path.is_relative_to(HOME)
+            place = home / path.relative_to(HOME) if is_in_home else _below(root, path)
             if path.is_symlink():
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.symlink_to(os.path.realpath(path))
             else:
                 _mount_point(place, path)
-                mounts.append((path, place, "none", "rbind,ro,nosuid,nodev"))
+                (in_home if is_in_home else mounts).append((path, _below(root, path), "none", "rbind,ro,nosuid,nodev"))
         for device in map(Path, _DEVICES):
             _mount_point(_below(root, device), device)
             mounts.append((device, _below(root, device), "none", "bind"))
@@ -246,44 +271,70 @@ class LocalSandbox:
             (root / name).mkdir(exist_ok=True)
         for place in (_below(root, Path(HOME)), root / "dev/shm"):
             mounts.append((Path("tmpfs"), place, "tmpfs", f"size={size},nr_inodes={_FILES},mode=777,nosuid,nodev"))
-        lines = (f"{_escaped(source)} {_escaped(place)} {kind} {flags} 0 0\n" for source, place, kind, flags in mounts)
-        (self._folder / "fstab").write_text("".join(lines))
+        for made in (root, home):
+            for path in (made, *made.rglob("*")):
+                if path.is_dir() and not path.is_symlink():
+                    path.chmod(0o755)  # also under a umask that keeps other users out
+        for name, table in (("fstab", mounts), ("fstab_home", in_home)):
+            lines = (f"{_escaped(what)} {_escaped(place)} {kind} {flags} 0 0\n" for what, place, kind, flags in table)
+            (self._folder / name).write_text("".join(lines))
 
-    def _choose(self) -> Isolation:
-        """The first isolation in which an empty program runs."""
+    def _choose(self) -> tuple[Isolation, tuple[str, ...]]:
+        """The first isolation in which an empty program runs, and why those before it fail."""
         failures = []
-        for isolation in _candidates():
+        for isolation in (*_candidates(), *self._accepted()):
             result = self._run(isolation, {PROGRAM: ""}, "", _PROBE_SECONDS)
             if result.succeeded:
                 break
             failures.append(f"{isolation.name.lower()}: {result.failure}")
         else:
-            raise UserError(
-                f"a sandbox must run {' '.join(self._command)}, an empty program fails ({failures[-1]}): check "
-                "sandbox.command and the limits of sandbox"
-            )
+            raise self._refusal(failures)
         if _absent(isolation):
             absent = ", ".join(_absent(isolation))
             if self._config.strict:
                 raise UserError(
                     "sandbox.strict needs all protections, here a program lacks some: "
-                    f"{absent} ({'; '.join(failures)}); install bubblewrap, allow user namespaces, or set sandbox.kind "
-                    "docker"
+                    f"{absent} ({'; '.join(failures)}): {_FIX}, or leave it out"
                 )
             _warn_once(
-                f"the sandbox of programs lacks protections here ({'; '.join(failures)}). For each program: "
-                f"{absent}. Install bubblewrap, allow user namespaces, or set sandbox.kind docker"
+                f"the sandbox of programs lacks protections here ({'; '.join(failures)}). For each program: {absent}. "
+                f"To have them: {_FIX}"
             )
-        return isolation
+        if isolation is Isolation.LIMITS:
+            _hide_memory()
+        return isolation, tuple(failures)
+
+    def _accepted(self) -> list[Isolation]:
+        """Limits alone, if the config accepts them: never for root, whose programs could do anything."""
+        return [Isolation.LIMITS] if self._config.limits_alone and os.geteuid() != 0 else []
+
+    def _refusal(self, failures: Sequence[str]) -> UserError:
+        """Why no isolation works, or why the program itself does not run."""
+        # With limits alone nothing but the program itself can fail; an empty one may run as root, too.
+        plain = self._run(Isolation.LIMITS, {PROGRAM: ""}, "", _PROBE_SECONDS)
+        if not plain.succeeded:
+            return UserError(
+                f"a sandbox must run {' '.join(self._command)}, an empty program fails ({plain.failure}): check "
+                "sandbox.command and the limits of sandbox"
+            )
+        own = (
+            "name a sandbox.command that every user may execute"
+            if os.geteuid() == 0
+            else "accept sandbox.limits_alone, with which programs have the rights of this user"
+        )
+        return UserError(
+            "programs of a model run in namespaces, as another user or in bubblewrap, none works here "
+            f"({'; '.join(failures) or 'none is installed'}): {_FIX}, or {own}"
+        )
 
 
 def _candidates() -> list[Isolation]:
     """Isolations that may work for this user, the strongest first."""
     if os.geteuid() == 0 and _free_users():
         # In a user namespace the program would still be root, whose processes are not limited.
-        return [Isolation.NAMESPACES, Isolation.OTHER_USER, Isolation.LIMITS]
+        return [Isolation.NAMESPACES, Isolation.OTHER_USER]
     with_namespaces = [Isolation.USER_NAMESPACE] if shutil.which("unshare") else []
-    return [*([Isolation.BUBBLEWRAP] if shutil.which("bwrap") else []), *with_namespaces, Isolation.LIMITS]
+    return [*([Isolation.BUBBLEWRAP] if shutil.which("bwrap") else []), *with_namespaces]
 
 
 def _absent(isolation: Isolation) -> tuple[str, ...]:
@@ -293,12 +344,27 @@ def _absent(isolation: Isolation) -> tuple[str, ...]:
     return (*isolation.absent, _UNCOUNTED) if is_old else isolation.absent
 
 
+@functools.cache
+def _denies_namespaces(bubblewrap: str | None) -> bool:
+    """True if bubblewrap can keep a program from user namespaces of its own (0.8 or later)."""
+    if bubblewrap is None:
+        return False
+    words = [bubblewrap, "--help"]
+    ended = run_process(words, b"", env=_ENVIRONMENT, timeout_seconds=_PROBE_SECONDS, output_bytes=2**20)
+    return b"--disable-userns" in ended.stdout + ended.stderr
+
+
 def _free_users() -> range:
     """Numbers of users without account, files and processes; none in a container that has few numbers."""
     ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, _, count = max(ranges, key=itemgetter(2))
     end = first + min(count, _MOST_USERS)
     return range(end - (end - first) // 4, end - _LAST_USERS) if count >= _LEAST_USERS else range(0)
+
+
+def _hide_memory() -> None:
+    """Deny the other processes of this user the memory and the environment of this one (prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def _as_user(user: int) -> list[str]:

@@ -21,18 +21,27 @@ from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.sandbox.process import Sandbox
 
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
-_HARNESS = """
+_WIDTH = 16
+"""Digits of a number of bytes."""
+_HARNESS = f"""
 import os
 
 
-def compiled(name):
-    with open(name) as file:
-        return compile(file.read(), name, "exec")
+def text(size):
+    data = b""
+    while len(data) < size:
+        block = os.read(0, size - len(data))
+        if not block:
+            raise EOFError("the sandbox closes standard input before its end")
+        data += block
+    return data
 
 
 def main():
-    run, read, write, names = exec, os.read, os.write, {"__name__": "solution"}
-    solution, test = compiled("solution.py"), compiled("test.py")
+    run, read, write, names = exec, os.read, os.write, {{"__name__": "solution"}}
+    with open("solution.py") as file:
+        solution = compile(file.read(), "solution.py", "exec")
+    test = compile(text(int(text({_WIDTH}))).decode(), "test.py", "exec")
     word, out, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
@@ -43,7 +52,8 @@ def main():
 
 main()
 """
-"""Both texts are compiled, and functions bound, before the program can replace them."""
+"""Both texts are compiled, and functions bound, before the program can replace them. Standard input has the number of
+bytes of the assertions, the assertions, which no file shows to the program, and the word."""
 
 
 class Test(NamedTuple):
@@ -98,8 +108,9 @@ class CodeVerifier:
             wrong = f"it wrote {shortened(repr(result.stdout))}"
         else:
             word = secrets.token_hex(8)
-            files = {"solution.py": program, "test.py": test.assertions}
-            result = self._sandbox.run(_HARNESS, stdin=f"{word}\n", files=files)
+            size = len(test.assertions.encode(errors="replace"))
+            stdin = f"{size:{_WIDTH}}{test.assertions}{word}\n"
+            result = self._sandbox.run(_HARNESS, stdin=stdin, files={"solution.py": program})
             is_right = result.stdout.strip() == word
             wrong = "it ended before its test"
         if result.failure is not None:
