@@ -74,7 +74,7 @@ def test_a_run_that_learns_has_none() -> None:
 
 def test_metrics_of_a_long_run_are_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step is an object with all of its metrics: a million took gigabytes."""
-    write_run(tmp_path / "one")
+    write_run(tmp_path / "one", steps=5, samples=2)
     board = workspace_of(tmp_path)
     (found,) = board.folders.all()
     read: list[Any] = []

@@ -98,6 +98,8 @@ def with_ordered_results(location: str, messages: Sequence[Message], *, named: b
             end += 1
         results = messages[place:end]
         place = end
+        if not results:
+            continue
         owners = _calls_of_results(location, calls, results)
         for owner, result in sorted(zip(owners, results, strict=True), key=lambda pair: pair[0] or 0):
             name = {} if owner is None or not named else {"name": calls[owner]["function"]["name"]}

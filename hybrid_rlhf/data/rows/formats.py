@@ -296,10 +296,10 @@ def _refuse_preferences(location: str, row: Row) -> None:
                 f"{location}: a row for SFT must have no label of its answer, got column {column!r} "
                 f"{row[column]!r}: train on it with preference and objective.loss kto, or remove the column"
             )
-    column = next((name for name in (*REJECTED, "rejected") if row.get(name)), None)
-    if column is not None and "chosen" not in row:
+    rejected = next((name for name in (*REJECTED, "rejected") if row.get(name)), None)
+    if rejected is not None and "chosen" not in row:
         raise UserError(
-            f"{location}: a row for SFT must have no rejected answer, got column {column!r}: convert it with "
+            f"{location}: a row for SFT must have no rejected answer, got column {rejected!r}: convert it with "
             "hybrid-rlhf data convert for preference, or remove the column"
         )
 
