@@ -26,6 +26,7 @@ from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.disk import disk_fault
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE
 from hybrid_rlhf.runtime.files.reading import read_text
+from hybrid_rlhf.runtime.openmp import wait_asleep
 from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 
 ConfigT = TypeVar("ConfigT")
@@ -125,6 +126,7 @@ def user_errors(*, is_rank: bool = False) -> Iterator[None]:
         is_rank: true if the command may be one of several ranks, which end with their launcher.
     """
     file = os.environ.pop(ERROR_FILE, None)  # child processes must not write it
+    wait_asleep()
     try:
         if is_rank:
             from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher

@@ -36,6 +36,19 @@ def test_workers_end_and_start_again() -> None:
     assert done.stdout.split() == ["2", "0", "2"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp is torch's OpenMP library on Linux")
+@pytest.mark.parametrize(("given", "found"), [({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77")])
+def test_threads_of_a_command_spin_briefly_unless_told(given: dict[str, str], found: str) -> None:
+    """libgomp reads it when torch is imported. By default it spins for milliseconds, and a run beside others on these
+    cores takes ten times as long."""
+    script = "from hybrid_rlhf.runtime.command_line import user_errors\nwith user_errors():\n    import torch"
+    inherited = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    environment = {**inherited, "OMP_DISPLAY_ENV": "verbose", **given}
+    line = [sys.executable, "-c", script]
+    said = subprocess.run(line, capture_output=True, text=True, check=True, env=environment).stderr
+    assert f"GOMP_SPINCOUNT = '{found}'" in said
+
+
 def test_ranks_share_the_cores_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
