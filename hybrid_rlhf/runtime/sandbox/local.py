@@ -252,7 +252,8 @@ class LocalSandbox:
         root, home, size = self._folder / "root", self._folder / "home", round(self._config.disk_gib * GIB)
         for folder in (root, home):
             folder.mkdir()
-        mounts, in_home = [(root, root, "none", "bind,ro")], []
+        in_home: list[tuple[Path, Path, str, str]] = []
+        mounts = [(root, root, "none", "bind,ro")]
         for path in self._visible:
             is_in_home = path.is_relative_to(HOME)
             place = home / path.relative_to(HOME) if is_in_home else _below(root, path)
