@@ -68,11 +68,20 @@ def choose_trained(
 
 def modules_selected(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[str, set[str]]:
     """Names of the modules that each target selects, of those that text reads. As in peft, a list has whole names or
-    their last parts, a text is a regular expression."""
+    their last parts, a text is a regular expression.
+
+    Raises:
+        UserError: when a text is no regular expression.
+    """
     names = [name for name, _ in model.named_modules()]
     names = sorted(set(names).difference(unread_weights(model, names)))
     if isinstance(targets, str):
-        return {targets: {name for name in names if re.fullmatch(targets, name)}}
+        try:
+            return {targets: {name for name in names if re.fullmatch(targets, name)}}
+        except re.error as error:
+            raise UserError(
+                f"lora.target_modules {targets!r} must be a regular expression ({error}): correct it, or give a list"
+            ) from error
     return {target: {name for name in names if f".{name}".endswith(f".{target}")} for target in targets}
 
 

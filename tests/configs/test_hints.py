@@ -20,7 +20,7 @@ def test_every_answer_for_a_name_of_trl_is_a_key() -> None:
     known = {"algorithm.name"}
     for config_type in (SFTConfig, RewardConfig, PreferenceStepConfig):
         known |= resolve(config_type, []).all_keys(off=True).keys()
-    for name in ("ppo", "grpo"):
+    for name in ("ppo", "grpo", "online_dpo"):
         known |= resolve(RLConfig, [Layer({"algorithm": name})]).all_keys(off=True).keys()
     assert not {key for keys in _KEYS.values() for key in keys.split(" or ")} - known
 

@@ -58,7 +58,7 @@ LINES = {
         ("--data.sources '[a, {path: b, weigth: 2}]'", "weigth ... data.sources ... nearest is weight"),
         (
             "--data.sources '[{path: a, weight: x}]'",
-            "data.sources ... list[str or DataSource] ... got {'path': 'a', 'weight': 'x'} ... --help",
+            "data.sources ... weight ... valid number ... got x",
         ),
         ("--data.sources '[{path: a, weight: -1}]'", "weight of a ... above 0 ... got -1.0"),
         (
@@ -250,7 +250,7 @@ ROWS = [
     (
         '{"prompt": "q", "chosen": [{"role": "user", "content": "a"}], "rejected": "b"}\n',
         "pair",
-        "'chosen' ... assistant turn ... got a turn of the user ... remove",
+        "'chosen' ... completion alone ... repeats the prompt 'q' ... got turns of user ... remove",
     ),
     ('{"prompt": "q", "responses": ["a", 3], "ranks": [1, 2]}\n', "pair", "'responses' ... text or a list ... got int"),
     (
@@ -266,7 +266,7 @@ ROWS = [
     (
         '{"prompt": "q", "responses": ["a", [{"role": "user", "content": "b"}]], "ranks": [1, 2]}\n',
         "pair",
-        "'responses' ... assistant turn ... got a turn of the user ... remove",
+        "'responses' ... completion alone ... repeats the prompt 'q' ... got turns of user ... remove",
     ),
     (
         '{"prompt": "q", "completion": "a", "label": "yes"}\n',
@@ -276,7 +276,7 @@ ROWS = [
     (
         '{"prompt": "q", "label": true}\n',
         "label",
-        "prompt + completion + label or prompt + chosen + rejected ... got columns label, prompt ... rename",
+        "prompt + completion + label or messages + label or prompt + chosen + rejected ... got columns label, prompt ... rename",
     ),
     (
         '{"prompt": "q", "completions": ["a"]}\n',
@@ -321,7 +321,7 @@ ROWS = [
     ),
     ('{"head": "honest"}\n', "head", "'head' ... one of helpful, harmless ... got 'honest'"),
     ('{"head": ["helpful"]}\n', "head", "'head' ... one of helpful, harmless ... got ['helpful']"),
-    ('{"head": null}\n', "head", "'head' ... one of helpful, harmless ... got None"),
+    ('{"head": 3}\n', "head", "'head' ... one of helpful, harmless ... got 3"),
     ('{"prompt": "  "}\n', "prompt", "'prompt' ... empty ... got '  ' ... remove"),
 ]
 

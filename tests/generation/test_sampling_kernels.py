@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -209,7 +210,7 @@ def test_kernels_draw_from_the_allowed_tokens_alone(vocabulary: int, kernel: str
     count = 3 * ROWS_OF_EACH[kernel]
     asked = requests_for([SamplingParams(**({"top_k": 5} if row % 2 else {})) for row in range(count)])
     for request in asked[1:]:
-        request.grammar = Grammar(None)
+        request.grammar = Grammar(Mock())
     logits = 3 * torch.randn(count, vocabulary)
     words = torch.randint(-(2**31), 2**31, (count, -(-vocabulary // 32)), dtype=torch.int32)
     words[:, 0] |= 1

@@ -18,12 +18,12 @@ from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.generation.weights.probe import probe_logprobs
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import World, solo_world
-from tests.engines.test_sixteen_bits import trained
 from tests.support.engines import actor_spec, train_generate_save, train_step
 from tests.support.families import VARIANTS, variant
 from tests.support.generation import SHORT_GREEDY, SHORT_PROMPTS, SHORT_SAMPLED
 from tests.support.ranks import run_ranks
 from tests.support.routes import module_routes
+from tests.support.sixteen_bits import trained
 from tests.support.tiny import save_tiny, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -157,6 +157,8 @@ def nectar_row(location: str, row: Row) -> RankedCompletions:
     """The ranked answers of a row."""
     prompt = dialogue_turns(location, row, "prompt", ends_open=True)
     answers = column(location, row, "answers", list, "a list of answers with ranks")
+    if not answers:
+        raise UserError(f"{location}: column 'answers' must have an answer, got none: remove the row")
     texts = []
     ranks = []
     for number, answer in enumerate(answers, start=1):
