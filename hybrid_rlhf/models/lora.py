@@ -80,7 +80,7 @@ def modules_selected(model: PreTrainedModel, targets: str | Sequence[str]) -> di
             return {targets: {name for name in names if re.fullmatch(targets, name)}}
         except re.error as error:
             raise UserError(
-                f"lora.target_modules {targets!r} must be a regular expression ({error}): correct it, or give a list"
+                f"lora.target_modules {targets} does not fit ({error}): give a regular expression or a list"
             ) from error
     return {target: {name for name in names if f".{name}".endswith(f".{target}")} for target in targets}
 

@@ -18,7 +18,7 @@ from tests.support.errors import refused
 
 def test_every_answer_for_a_name_of_trl_is_a_key() -> None:
     known = {"algorithm.name"}
-    for config_type in (SFTConfig, RewardConfig, PreferenceStepConfig):
+    for config_type in (SFTConfig, RewardConfig, PreferenceStepConfig, PipelineConfig):
         known |= resolve(config_type, []).all_keys(off=True).keys()
     for name in ("ppo", "grpo", "online_dpo"):
         known |= resolve(RLConfig, [Layer({"algorithm": name})]).all_keys(off=True).keys()
