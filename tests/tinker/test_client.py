@@ -58,6 +58,7 @@ def test_two_adapters_learn_their_sequences_at_once_and_sample_them(tmp_path: Pa
     assert result["info"] == ["tiny", 4]
     assert set(result["of_losses"]) == {"importance_sampling", "ppo", "cispo", "dro", "gspo"}
     assert "its objective is not published" in result["refused"]
+    assert "a backward pass of this step has failed" in result["left_out"], "half a batch is not trained on"
     assert result["custom"][0] == pytest.approx(result["custom"][1], rel=1e-4), "a custom loss runs in the client"
     assert result["many"] == 2100
     assert result["runs"] == 3

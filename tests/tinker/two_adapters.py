@@ -79,6 +79,10 @@ def main() -> None:
         again.forward_backward([datum(SEQUENCE, **policy)], "stable_reinforce").result()
     except tinker.RequestFailedError as error:
         result["refused"] = str(error)
+    try:
+        again.optim_step(adam).result()
+    except tinker.RequestFailedError as error:
+        result["left_out"] = str(error)
 
     def squares(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         loss = logprobs[0].square().sum()
