@@ -50,10 +50,7 @@ def ultrafeedback_row(location: str, row: Row) -> RankedCompletions:
         raise UserError(f"{location}: column 'completions' must have completions, got none: remove the row")
     texts = []
     scores = []
-    for number, completion in enumerate(completions, start=1):
-        place = f"{location}: completion {number}"
-        if not isinstance(completion, dict):
-            raise UserError(f"{place} must be an object, got {type(completion).__name__}: fix the row")
+    for place, completion in _objects(location, "completion", completions):
         texts.append(text_column(place, completion, "response"))
         scores.append(_score(place, completion))
     return _ranked(_user(prompt), list(zip(texts, scores, strict=True)))
@@ -161,13 +158,19 @@ def nectar_row(location: str, row: Row) -> RankedCompletions:
         raise UserError(f"{location}: column 'answers' must have an answer, got none: remove the row")
     texts = []
     ranks = []
-    for number, answer in enumerate(answers, start=1):
-        place = f"{location}: answer {number}"
-        if not isinstance(answer, dict):
-            raise UserError(f"{place} must be an object, got {type(answer).__name__}: fix the row")
+    for place, answer in _objects(location, "answer", answers):
         texts.append(text_column(place, answer, "answer"))
         ranks.append(_number(place, answer, "rank"))
     return RankedCompletions(prompt, [_assistant(text.strip()) for text in texts], ranks)
+
+
+def _objects(location: str, name: str, values: list[Any]) -> Iterator[tuple[str, Row]]:
+    """Yield the place and the value of each of a row's objects."""
+    for number, value in enumerate(values, start=1):
+        place = f"{location}: {name} {number}"
+        if not isinstance(value, dict):
+            raise UserError(f"{place} must be an object, got {type(value).__name__}: fix the row")
+        yield place, value
 
 
 def _preferred(location: str, row: Row, name: str, prompt: list[Message], answers: list[str]) -> Row:
