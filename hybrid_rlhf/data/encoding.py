@@ -1,7 +1,7 @@
 """Encodes rows as columns of tokens, truncated to a length limit; one encoder per row format.
 
 All encoders return the columns `length` (tokens), `full_length` (tokens before truncation), `cut` (true if the row was
-truncated), `usable` (true if the rest can be trained on) and `ignored` (what the chat template does not render: a list
+truncated), `usable` (true if the rest can be trained on) and `ignored` (what the model does not see as it is: a list
 of keys, with repetitions, as JSON, because Arrow columns have one type).
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os.path
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,8 +23,9 @@ from hybrid_rlhf.data.chat.conversation import (
     encode_text,
     head_tokens,
 )
-from hybrid_rlhf.data.chat.messages import Message, Tools
-from hybrid_rlhf.data.chat.template import has_value, refused, unrendered
+from hybrid_rlhf.data.chat.messages import Message, Tools, continued_turn
+from hybrid_rlhf.data.chat.template import has_value
+from hybrid_rlhf.data.chat.unrendered import refused, unrendered
 from hybrid_rlhf.data.rows.files import Row, json_value
 from hybrid_rlhf.data.rows.formats import (
     ConversationRow,
@@ -66,7 +66,9 @@ def encode_conversation_row(
             # The first token has no predecessor and cannot carry loss.
             "usable": any(row.loss_mask[1:limit]),
             # The column describes the whole conversation, so only its first row has a value.
-            "ignored": _ignored(record.messages, tokenizer, record.tools) if number == 0 else "[]",
+            "ignored": json.dumps(
+                unrendered(record.messages, tokenizer, record.tools, continued=record.continued) if number == 0 else []
+            ),
         }
         for number, row in enumerate(encoded)
     ]
@@ -114,6 +116,16 @@ def _encode_completions(
         return {**empty, "cut": False, "usable": False, "ignored": "[]"}
     try:
         encoded = [encode_completion(prompt, completion, tokenizer, tools=tools) for completion in completions]
+        ignored = [
+            unrendered(
+                [*prompt, *completion],
+                tokenizer,
+                tools,
+                learn_from=len(prompt),
+                continued=continued_turn(prompt, completion),
+            )
+            for completion in completions
+        ]
         full_length = max(len(sequence.input_ids) for sequence in encoded)
         cut = full_length > limit
         head = head_tokens(prompt, tokenizer, tools=tools) if cut else 0
@@ -139,7 +151,7 @@ def _encode_completions(
         "padded_tokens": len(sequences) * length,
         "cut": cut,
         "usable": all(any(mask[1:]) for mask in masks),
-        "ignored": _ignored([*prompt, *chain.from_iterable(completions)], tokenizer, tools),
+        "ignored": json.dumps([*chain.from_iterable(ignored)]),
     }
 
 
@@ -161,7 +173,9 @@ def encode_prompt_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBas
             "full_length": len(ids),
             "cut": len(ids) > limit,
             "usable": head < limit,
-            "ignored": _ignored(record.messages, tokenizer, record.tools),
+            "ignored": json.dumps(
+                unrendered(record.messages, tokenizer, record.tools, learn_from=len(record.messages))
+            ),
         }
     ]
 
@@ -179,11 +193,12 @@ def require_rendered(location: str, row: Row, ignored: str) -> None:
     """
     lost = next(filter(refused, json.loads(ignored)), None)
     if lost is not None:
-        key = lost.partition(" (")[0]
-        column = next(name for name, value in row.items() if name in _MESSAGE_COLUMNS and _has_key(value, key))
+        key = "content" if lost.startswith("<think>") else lost.partition(" (")[0]
+        columns = [name for name in row if name in _MESSAGE_COLUMNS]
+        column = next((name for name in columns if _has_key(row[name], key)), " or ".join(columns))
         raise UserError(
             f"{location}: column {column!r}: the chat template does not render the key {lost!r} of a message: remove "
-            "the key, or set data.chat_template to a template that renders it"
+            "it, or set data.chat_template to a template that renders it"
         )
 
 
@@ -192,7 +207,3 @@ def _has_key(value: Any, key: str) -> bool:
     if isinstance(value, list):
         return any(_has_key(item, key) for item in value)
     return isinstance(value, dict) and has_value(value, key)
-
-
-def _ignored(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None) -> str:
-    return json.dumps(unrendered(messages, tokenizer, tools))

@@ -380,7 +380,7 @@ def _report_templates(parts: list[datasets.Dataset]) -> None:
     if ignored:
         counts = ", ".join(f"{key} ({count:,})" for key, count in ignored.most_common())
         logger.warning(
-            "the chat template does not render %s: such roles become the nearest one, tool calls become JSON text, "
-            "the rest is omitted",
+            "not all of the rows reaches the model as it is written: %s; a role that the chat template lacks becomes "
+            "the nearest one, tool calls become JSON text, the rest is left out",
             counts,
         )

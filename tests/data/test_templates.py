@@ -24,7 +24,8 @@ from hybrid_rlhf.data.chat.conversation import (
 )
 from hybrid_rlhf.data.chat.messages import Message, read_message, row_tools
 from hybrid_rlhf.data.chat.reasoning import answer_of
-from hybrid_rlhf.data.chat.template import refused, set_plain_template, unrendered
+from hybrid_rlhf.data.chat.template import set_plain_template
+from hybrid_rlhf.data.chat.unrendered import refused, unrendered
 from hybrid_rlhf.data.rows.formats import read_sft_row
 from hybrid_rlhf.data.rows.stepwise import encode_steps
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
@@ -184,7 +185,7 @@ def test_text_in_parts_is_joined() -> None:
 
 
 def test_what_a_template_has_no_place_for_is_counted() -> None:
-    messages = [SYSTEM, *ROWS["reasoning"], *CALLED[1:]]
+    messages = [SYSTEM, *ROWS["reasoning"], *CALLED]
     found = {
         name: unrendered(messages, tokenizer_of(FAMILIES[name]), [LOOK])
         for name in ("qwen3", "llama 3", "gemma 2, no system, turns that alternate", "qwen3 without thinking")
@@ -208,7 +209,7 @@ def test_what_a_template_has_no_place_for_is_counted() -> None:
             "assistant\n' }}", "assistant\n<think>\n\n</think>\n\n' }}"
         )
     )
-    assert unrendered([USER, inline, ANSWER], dropping, None) == ["<think> in content (thinking is off)"]
+    assert unrendered([USER, inline, MORE, ANSWER], dropping, None) == ["<think> in content (thinking is off)"]
     assert unrendered([USER, inline], tiny_tokenizer(), None) == []
     assert "tool_calls" in unrendered(messages, tiny_tokenizer(None), None)
     empty: list[Message] = [{**USER, "channel": "", "annotations": []}, {**ANSWER, "weight": 0}]

@@ -370,10 +370,10 @@ def test_a_conversation_with_several_rows_is_split_as_one(
             seen.append(names)
     assert sum(map(len, seen)) == len(set.union(*seen)) == 20
     assert any("20 conversations make 40 rows" in line for line in log_lines)
-    assert any("does not render name (20)" in line for line in log_lines)
+    assert any("reaches the model as it is written: name (20)" in line for line in log_lines)
     lines = len(log_lines)
     load("sft", rows)
-    assert any("does not render" in line for line in log_lines[lines:]), "also when the rows come from the cache"
+    assert any("reaches the model as" in line for line in log_lines[lines:]), "also when the rows come from the cache"
 
 
 def test_weights_and_unrendered_keys_reach_training(load: Load) -> None:

@@ -330,7 +330,7 @@ FAMILIES: dict[str, Family] = {
         IM,
         ["one<|im_end|>\n"],
         ["one<|im_end|>\ntwo<|im_end|>\n"],
-        ["one<|im_end|>\n<think>hence</think>two<|im_end|>\n"],
+        ["<think>because</think>one<|im_end|>\n", "<think>hence</think>two<|im_end|>\n"],
         [f"{_LOOK}<|im_end|>\nseen<|im_end|>\n"],
         end="<|im_end|>",
     ),

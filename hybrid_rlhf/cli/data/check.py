@@ -147,7 +147,7 @@ def _summary(report: CheckReport) -> list[str]:
     )
     if report.unrendered:
         names = ", ".join(f"{name} ({count:,})" for name, count in report.unrendered.most_common())
-        lines.append(f"the chat template does not render {names}")
+        lines.append(f"does not reach the model as it is written: {names}")
     return lines
 
 

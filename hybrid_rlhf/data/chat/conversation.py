@@ -24,10 +24,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools, continued_turn, is_learned
+from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools, continued_turn, is_learned, split_reasoning
 from hybrid_rlhf.data.chat.reasoning import text_decoder
 from hybrid_rlhf.data.chat.template import (
+    CLOSES_THINKING,
     SYSTEM_TURN,
+    THINKING_MARK,
     ChatTemplate,
     is_plain,
     leading_bos,
@@ -41,10 +43,8 @@ RULES_VERSION = 9
 """Part of the cache key of tokenised rows; increase it when tokenisation changes."""
 _OPEN = "<think>"
 _CLOSE = "</think>"
-_THINKING_MARK = re.compile(f"{_OPEN}|{_CLOSE}")
-_Spans = list[tuple[int, int]]
-"""Character ranges of a text that the assistant generates."""
-_Pieces = list[tuple[str, bool]]
+_EMPTY_BLOCK = re.compile(rf"\s*(?:{THINKING_MARK.pattern})?\s*(?:{CLOSES_THINKING.pattern})\s*")
+Pieces = list[tuple[str, bool]]
 """A text in pieces, and which of them carry loss."""
 _OTHER_ANSWER: Message = {"role": "assistant", "content": "q7otherq7"}
 _ANCHORS = ("\n", ".", "a", "1")
@@ -79,19 +79,7 @@ def encode_conversation(
     Raises:
         UserError: if the template rejects the messages.
     """
-    template = ChatTemplate.of(tokenizer, tools)
-    learned = [turn >= learn_from and is_learned(message) for turn, message in enumerate(messages)]
-    unfinished = None
-    if continued is not None:
-        unfinished = messages[continued]
-        joined = _joined(unfinished, messages[continued + 1])
-        messages = [*messages[:continued], joined, *messages[continued + 2 :]]
-        del learned[continued]
-    begun = None if continued is None or unfinished is None else (continued, unfinished)
-    if template is not None and template.marks_generation:
-        parts = _marked(messages, template, tokenizer, tools, learned, begun)
-    else:
-        parts = _turns(messages, tokenizer, tools, learned, begun)
+    parts = conversation_texts(messages, tokenizer, tools=tools, learn_from=learn_from, continued=continued)
     rows: list[EncodedSequence] = []
     for before, pieces in parts:
         ids = token_ids(before, tokenizer)
@@ -109,6 +97,30 @@ def encode_conversation(
             before += piece
         rows.append(EncodedSequence(ids, mask))
     return rows
+
+
+def conversation_texts(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Tools | None,
+    learn_from: int,
+    continued: int | None,
+) -> Iterator[tuple[str, Pieces]]:
+    """The text before each learned turn, and the text from there to the end of its row, in pieces with and without
+    loss; see `encode_conversation`."""
+    template = ChatTemplate.of(tokenizer, tools)
+    learned = [turn >= learn_from and is_learned(message) for turn, message in enumerate(messages)]
+    unfinished = None
+    if continued is not None:
+        unfinished = messages[continued]
+        joined = _joined(unfinished, messages[continued + 1])
+        messages = [*messages[:continued], joined, *messages[continued + 2 :]]
+        del learned[continued]
+    begun = None if continued is None or unfinished is None else (continued, unfinished)
+    if template is not None and template.marks_generation:
+        return _marked(messages, template, tokenizer, tools, learned, begun)
+    return _turns(messages, tokenizer, tools, learned, begun)
 
 
 def encode_completion(
@@ -199,7 +211,7 @@ def encode_prompt(
 ) -> list[int]:
     """Encode a conversation up to the beginning of the next assistant turn, or to the end of the text of the last turn
     if that is the assistant's."""
-    return token_ids(_prompt(messages, tokenizer, tools), tokenizer)
+    return token_ids(prompt_text(messages, tokenizer, tools=tools), tokenizer)
 
 
 def head_tokens(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, tools: Tools | None = None) -> int:
@@ -257,7 +269,8 @@ def _joined(unfinished: Message, following: Message) -> Message:
     return {**unfinished, **following, "content": content}
 
 
-def _prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None) -> str:
+def prompt_text(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, tools: Tools | None) -> str:
+    """The text of `encode_prompt`."""
     if messages and messages[-1]["role"] == "assistant":
         return render_unfinished(messages, tokenizer, tools=tools)
     return render(messages, tokenizer, tools=tools, add_generation_prompt=True)
@@ -270,34 +283,37 @@ def _marked(
     tools: Tools | None,
     learned: Sequence[bool],
     begun: tuple[int, Message] | None,
-) -> Iterator[tuple[str, _Pieces]]:
-    """The text of a conversation before each learned turn, and from there to the next, in pieces with and without loss.
+) -> Iterator[tuple[str, Pieces]]:
+    """The texts of each learned turn as those of `_turns`, with the loss on what the template marks in the turn.
 
-    Marks are assigned to turns by counting those of the conversation up to each turn: the text of a turn may depend on
-    the turns that follow.
+    A turn is rendered without those that follow, on which its text may depend (templates drop earlier reasoning).
     """
-    text, spans = template.generated(messages, tools)
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    groups: list[_Spans] = []
-    first = 0
-    for number, turn in enumerate(turns, start=1):
-        end = number == len(turns)
-        last = len(spans) if end else len(template.generated(messages[: turns[number]], tools)[1])
-        group = spans[first:last] if learned[turn] else []
+    if True not in learned:
+        yield template.generated(messages, tools)[0], []
+    for turn in (index for index, has_loss in enumerate(learned) if has_loss):
+        text, spans = template.generated(messages[: turn + 1], tools)
+        spans = spans[_marks_before(messages[:turn], text, template, tools) :]
         if begun is not None and begun[0] == turn:
             start = len(render_unfinished([*messages[:turn], begun[1]], tokenizer, tools=tools))
-            group = [(max(begin, start), stop) for begin, stop in group if stop > start]
-        groups += [group] if group else []
-        first = last
-    if not groups:
-        yield text, []
-    for group, following in zip(groups, [*groups[1:], [(len(text), len(text))]], strict=True):
-        pieces: _Pieces = []
-        place = group[0][0]
-        for begin, stop in group:
+            spans = [(max(begin, start), stop) for begin, stop in spans if stop > start]
+        pieces: Pieces = []
+        place = first = spans[0][0] if spans else len(text)
+        for begin, stop in spans:
             pieces += [(text[place:begin], False), (text[begin:stop], True)]
             place = stop
-        yield text[: group[0][0]], [*pieces, (text[place : following[0][0]], False)]
+        yield text[:first], [*pieces, (text[place:], False)]
+
+
+def _marks_before(history: Sequence[Message], text: str, template: ChatTemplate, tools: Tools | None) -> int:
+    """The number of a template's marks in the turns before one, whose text with them is `text`."""
+    if not history:
+        return 0
+    earlier, spans = template.generated(history, tools)
+    if history[-1]["role"] != "assistant":
+        return len(spans)
+    # The end of a conversation, which another turn moves, may have marks of its own.
+    shared = len(os.path.commonprefix([earlier, text]))
+    return sum(stop <= shared for _, stop in spans)
 
 
 def _turns(
@@ -306,7 +322,7 @@ def _turns(
     tools: Tools | None,
     learned: Sequence[bool],
     begun: tuple[int, Message] | None,
-) -> Iterator[tuple[str, _Pieces]]:
+) -> Iterator[tuple[str, Pieces]]:
     """The prompt of each learned turn, and the text from there to the end of its row, in pieces with and without loss.
 
     An assistant turn at the beginning of a conversation is learned if the template can render a prompt for it.
@@ -334,7 +350,10 @@ def _turn(
     """The prompt of an assistant turn, the text from there to the end of the row, and how much of it is generated."""
     message = messages[turn]
     history = messages[:turn]
-    before = _prompt(history if unfinished is None else [*history, unfinished], tokenizer, tools)
+    if unfinished is None:
+        before = render(history, tokenizer, tools=tools, add_generation_prompt=True)
+    else:
+        before = render_unfinished([*history, unfinished], tokenizer, tools=tools)
     through = render(messages[: turn + 1], tokenizer, tools=tools)
     template = ChatTemplate.of(tokenizer, tools)
     if unfinished is not None and not through.startswith(before):
@@ -353,8 +372,11 @@ def _turn(
         other = render([*history, _OTHER_ANSWER], tokenizer, tools=tools)
         generated = _after_opening(through, other, opening, history) or ""
         if not generated:
-            before, generated = _as_prompted(before, through, shown, message, template.special)
-    said = str(message.get("content", ""))[len("" if unfinished is None else str(unfinished["content"])) :].strip()
+            reasoning, thoughtless = split_reasoning(message)
+            plain = render([*history, thoughtless], tokenizer, tools=tools)
+            before, generated = _as_prompted(before, opening, through, plain, message, reasoning, template.special)
+    begun = "" if unfinished is None else str(template.with_reasoning_key(unfinished)["content"])
+    said = str(template.with_reasoning_key(message).get("content", ""))[len(begun) :].strip()
     # Calls follow the text of their turn.
     text_end = _text_end(generated, template.turn_suffix, "" if "tool_calls" in message else said, template.special)
     if (end_token := template.special.search(generated, text_end)) is not None:
@@ -397,30 +419,45 @@ def _text_end(generated: str, suffix: str | None, content: str, special: re.Patt
 
 
 def _as_prompted(
-    before: str, through: str, history: str, message: Message, special: re.Pattern[str]
+    before: str,
+    opening: str,
+    through: str,
+    thoughtless: str,
+    message: Message,
+    reasoning: str,
+    special: re.Pattern[str],
 ) -> tuple[str, str]:
     """Prompt and generated text if the template renders an assistant turn differently after a generation prompt.
 
     The generation prompt may open a thinking block that the rendered turn lacks, or close one that it has. The
-    generated text is then the message's reasoning with the end of the block and the content, or the content alone.
+    generated text is then the message's reasoning with the end of the block and the rest of the turn, or that rest
+    alone.
+
+    Args:
+        before: the prompt.
+        opening: what the generation prompt adds to the conversation.
+        through: the conversation up to the turn.
+        thoughtless: the same without the turn's reasoning.
+        message: the turn.
+        reasoning: its reasoning.
+        special: matches a special token.
     """
-    shared = len(os.path.commonprefix([before, through]))
-    marks = [match for pattern in (special, _THINKING_MARK) for match in pattern.finditer(through)]
-    shared = min([shared, *(match.start() for match in marks if match.start() < shared < match.end())])
-    opening = before[len(os.path.commonprefix([history, before])) :]
     content = str(message.get("content", ""))
-    thinking, closed, answer = content.rpartition(_CLOSE)
-    reasoning = next((str(message[key]) for key in REASONING_KEYS if key in message), thinking.rpartition(_OPEN)[2])
-    answer = (answer if closed else content).strip()
-    start = through.rfind(answer, shared) if answer else -1
-    if start >= 0:
-        rest = through[start:]
-    elif _CLOSE in through[shared:]:
-        rest = through[shared:].rpartition(_CLOSE)[2].lstrip()
-    elif _OPEN in opening:
-        rest = through[shared:]
-    else:  # the content does not appear in the rendered text: learn the turn as rendered
-        return through[:shared], through[shared:]
+    if not THINKING_MARK.search(opening):
+        shared = _shared(before, through, special)
+        start = through.rfind(content.strip(), shared) if content.strip() else -1
+        # The turn is learned as rendered where its content does not appear.
+        return (before, through[start:]) if start >= 0 else (through[:shared], through[shared:])
+    rest = thoughtless[_shared(before, thoughtless, special) :]
+    if (block := _EMPTY_BLOCK.match(rest)) is not None:
+        rest = rest[block.end() :]
     if opening.rfind(_OPEN) > opening.rfind(_CLOSE):
-        rest = f"{reasoning.strip()}\n{_CLOSE}\n\n{rest}"
+        rest = f"{reasoning}\n{_CLOSE}\n\n{rest.lstrip()}"
     return before, rest
+
+
+def _shared(before: str, text: str, special: re.Pattern[str]) -> int:
+    """Length of the common beginning of two texts, without a part of a token or mark of the second."""
+    shared = len(os.path.commonprefix([before, text]))
+    marks = [match for pattern in (special, THINKING_MARK) for match in pattern.finditer(text)]
+    return min([shared, *(match.start() for match in marks if match.start() < shared < match.end())])

@@ -7,6 +7,7 @@ arguments as a mapping or as JSON text, missing keys as null.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ RESULT_ROLES = ("tool", "function", "ipython", "observation")
 """Roles of the results of tool calls."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """The keys under which data sets store the reasoning of an assistant turn."""
+_INLINE_REASONING = re.compile(r"\s*(?:<think>)?(?P<reasoning>(?:(?!<think>).)*?)</think>\s*(?P<answer>.*)", re.DOTALL)
 METADATA_KEYS = ("id", "message_id", "index", "name", "tool_call_id", "timestamp", "created_at", "model")
 """Keys that describe a turn and are not part of its text: a template need not render them."""
 WEIGHT_KEY = "weight"
@@ -32,6 +34,16 @@ _LOSS_KEYS = (WEIGHT_KEY, "train", "training", "loss", "loss_weight", "loss_scal
 def is_learned(message: Message) -> bool:
     """Return True if a turn carries loss: an assistant turn, unless its weight is 0."""
     return message["role"] == "assistant" and message.get(WEIGHT_KEY, 1) != 0
+
+
+def split_reasoning(message: Message) -> tuple[str, Message]:
+    """The reasoning of an assistant turn, from its key or from the beginning of its content, and the turn without it;
+    no text if there is none."""
+    keys = [key for key in REASONING_KEYS if message.get(key)]
+    if keys:
+        return str(message[keys[0]]).strip(), {key: value for key, value in message.items() if key not in keys}
+    match = _INLINE_REASONING.fullmatch(message.get("content") or "") if message["role"] == "assistant" else None
+    return ("", message) if match is None else (match["reasoning"].strip(), {**message, "content": match["answer"]})
 
 
 def continued_turn(prompt: Sequence[Message], completion: Sequence[Message]) -> int | None:

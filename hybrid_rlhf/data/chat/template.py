@@ -25,7 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.forms import MISSING, MessageForms, text_with_calls
-from hybrid_rlhf.data.chat.messages import METADATA_KEYS, REASONING_KEYS, WEIGHT_KEY, Message, Tools
+from hybrid_rlhf.data.chat.messages import REASONING_KEYS, WEIGHT_KEY, Message, Tools, split_reasoning
 
 _PLAIN_NAMES = {
     "system": "System",
@@ -64,14 +64,14 @@ _RENDERED = {
     "return_assistant_tokens_mask",
 }
 """Variables that rendering sets."""
-_THINKING_OFF = " (thinking is off)"
-"""Suffix of the key of reasoning that is not rendered because the generation prompt closes the thinking block."""
-_AFTER_FIRST = "tool_calls (after the first)"
-_BESIDE_CALLS = "content (beside tool_calls)"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-CLOSES_THINKING = re.compile(r"</[\w:]*think\w*>|\[/THINK\]|◁/think▷", re.IGNORECASE)
+CLOSES_THINKING = re.compile(r"</[\w:]*think\w*>|\[/THINK\]|◁/think▷|<channel\|>", re.IGNORECASE)
 """The texts that close reasoning in chat templates."""
+THINKING_MARK = re.compile(
+    rf"<[\w:]*think\w*>|\[THINK\]|◁think▷|<\|channel>\w+|{CLOSES_THINKING.pattern}", re.IGNORECASE
+)
+"""The texts that open or close it."""
 _PROBE = "q7saidq7"
 """Content that no template contains."""
 _UNFINISHED = "q7goesonq7 "
@@ -107,6 +107,8 @@ class ChatTemplate:
         """True if the template marks generated text with `{% generation %}`."""
         self._roles: dict[str, str] = {}
         self._openings: dict[str, str] = {}
+        self.known_losses: dict[str, list[str]] = {}
+        """What is lost of a conversation, by its form; see unrendered.py."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None) -> ChatTemplate | None:
@@ -176,17 +178,9 @@ class ChatTemplate:
             self._openings[role] = rest[: match.end()] if match is not None and is_opening else ""
         return self._openings[role]
 
-    def unrendered(self, message: Message) -> list[str]:
-        """The parts of a message that the template does not support: keys that it does not read, and its role."""
-        keys = _content_keys(message)
-        missing = [key for key in keys if not self.reads(key)]
-        if "tool_calls" in message and self.reads("tool_calls"):
-            missing += [_AFTER_FIRST] if len(message["tool_calls"]) > 1 and self._shows_first_call_only else []
-            missing += [_BESIDE_CALLS] if message.get("content") and self._drops_text_beside_calls else []
-        if self._closes_thinking:
-            missing += [f"{key}{_THINKING_OFF}" for key in keys if key in REASONING_KEYS and self.reads(key)]
-            if "</think>" in str(message.get("content")) and message["role"] == "assistant" and self._drops_inline:
-                missing.append(f"<think> in content{_THINKING_OFF}")
+    def unread(self, message: Message) -> list[str]:
+        """The keys of a message that do not occur in the template's code, and its role if another takes its place."""
+        missing = [key for key in content_keys(message) if not self.reads(key)]
         return missing + ([f"role {message['role']}"] if self._role(message["role"]) != message["role"] else [])
 
     def reads(self, key: str) -> bool:
@@ -194,29 +188,25 @@ class ChatTemplate:
         return any(name in self._words for name in (REASONING_KEYS if key in REASONING_KEYS else (key,)))
 
     @cached_property
-    def _shows_first_call_only(self) -> bool:
-        """True if the template renders the first call of a turn, but not a second one."""
-        call = _CALL["tool_calls"][0]
-        second = {**call, "id": _CALL_ID[::-1], "function": {**call["function"], "name": _ROLE_PROBE}}
-        text = self._try_render([_USER, {**_CALL, "tool_calls": [call, second]}])
-        return text is not None and "q7nameq7" in text and _ROLE_PROBE not in text
-
-    @cached_property
-    def _drops_text_beside_calls(self) -> bool:
-        """True if the template renders the calls of a turn, but not its text."""
-        text = self._try_render([_USER, {**_CALL, "content": _ROLE_PROBE}])
-        return text is not None and "q7nameq7" in text and _ROLE_PROBE not in text
-
-    @cached_property
-    def _closes_thinking(self) -> bool:
+    def closes_thinking(self) -> bool:
         """True if the generation prompt closes the thinking block."""
-        return (self._try_render([_USER], add_generation_prompt=True) or "").rstrip().endswith("</think>")
+        prompt = self._try_render([_USER], add_generation_prompt=True) or ""
+        *_, last = [None, *CLOSES_THINKING.finditer(prompt)]
+        return last is not None and not prompt[last.end() :].strip()
 
     @cached_property
-    def _drops_inline(self) -> bool:
-        """True if reasoning in the content of an answer is not rendered."""
-        thought = {**_ASSISTANT, "content": f"<think>\n{_ROLE_PROBE}\n</think>\n\n{_PROBE}"}
-        return _ROLE_PROBE not in (self._try_render([_USER, thought]) or _ROLE_PROBE)
+    def _renders_reasoning(self) -> bool:
+        """True if the template renders the reasoning of an answer from its key."""
+        text = self._try_render([_USER, {**_ASSISTANT, REASONING_KEYS[0]: _ROLE_PROBE}])
+        return text is not None and _ROLE_PROBE in text
+
+    def with_reasoning_key(self, message: Message) -> Message:
+        """A message whose content begins with reasoning, with that under its key if the template renders the key: it
+        writes its own marks, and may write an empty block before those in the content."""
+        if "</think>" not in str(message.get("content")) or any(key in message for key in REASONING_KEYS):
+            return message
+        reasoning, rest = split_reasoning(message)
+        return {**rest, REASONING_KEYS[0]: reasoning} if reasoning and self._renders_reasoning else message
 
     def _normalised(self, messages: Sequence[Message]) -> list[Message]:
         """Messages in the formats and roles that the template supports; joins a replaced user turn with its
@@ -232,7 +222,7 @@ class ChatTemplate:
                 is_replaced = True
             else:
                 normalised.append({key: message[key] for key in message if key != WEIGHT_KEY} | {"role": role})
-        return [self._forms.apply(message) for message in normalised]
+        return [self._forms.apply(self.with_reasoning_key(message)) for message in normalised]
 
     def _role(self, role: str) -> str:
         """The nearest role that the template supports."""
@@ -359,12 +349,19 @@ def render_unfinished(
     Raises:
         UserError: if the text does not contain that content as it is.
     """
-    content = str(messages[-1].get("content", ""))
-    marked = {**messages[-1], "content": content + _UNFINISHED}
+    template = ChatTemplate.of(tokenizer, tools)
+    last = messages[-1] if template is None else template.with_reasoning_key(messages[-1])
+    content = str(last.get("content", ""))
+    marked = {**last, "content": content + _UNFINISHED}
     text, found, rest = render([*messages[:-1], marked], tokenizer, tools=tools, variables=variables).rpartition(
         _UNFINISHED.strip()
     )
-    if "tool_calls" in messages[-1] or not content.strip() or not found or content.strip() not in text:
+    if (
+        "tool_calls" in last
+        or not str(messages[-1].get("content", "")).strip()
+        or not found
+        or content.strip() not in text
+    ):
         raise UserError(
             "a last assistant turn is continued, and must have content that the template writes and no tool calls, got "
             f"{content[:40]!r}: change it, or end with a user or tool turn"
@@ -413,36 +410,16 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple(sorted({*added, *tokenizer.all_special_tokens}))
 
 
-def unrendered(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None) -> list[str]:
-    """The parts of a row that the template does not support, one entry per occurrence: keys, roles, the row's tools."""
-    template = ChatTemplate.of(tokenizer, tools)
-    if template is None:
-        missing = [key for message in messages for key in _content_keys(message)]
-    else:
-        missing = [name for message in messages for name in template.unrendered(message)]
-    return missing + (["tools"] if tools and (template is None or not template.reads("tools")) else [])
-
-
-def refused(name: str) -> bool:
-    """Return True if a row with an unrendered part is refused, because text would be lost.
-
-    Roles, tools and their calls are accepted: they become the nearest equivalent, or the row's system prompt describes
-    them. So is reasoning if the user has turned thinking off.
-    """
-    return not (
-        name in METADATA_KEYS or name in ("tools", "tool_calls") or name.startswith("role ") or _THINKING_OFF in name
-    )
+def content_keys(message: Message) -> list[str]:
+    """The keys of a message that have a value, except role, content, reasoning and weight."""
+    apart = ("role", "content", WEIGHT_KEY, *REASONING_KEYS)
+    return [key for key in message if has_value(message, key) and key not in apart]
 
 
 def has_value(message: Message, key: str) -> bool:
     """Return True if a key of a message is not missing, null or empty; false and 0 are values."""
     value = message.get(key)
     return bool(value) or isinstance(value, (bool, int, float))
-
-
-def _content_keys(message: Message) -> list[str]:
-    """The keys of a message that have a value, except role, content and weight."""
-    return [key for key in message if has_value(message, key) and key not in ("role", "content", WEIGHT_KEY)]
 
 
 def _probe_turn(role: str) -> Message:

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import completion_parts, continuation
 from hybrid_rlhf.data.chat.messages import Message, Tools
-from hybrid_rlhf.data.chat.template import token_ids, unrendered
+from hybrid_rlhf.data.chat.template import token_ids
+from hybrid_rlhf.data.chat.unrendered import unrendered
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_stepwise_row
 from hybrid_rlhf.runtime.observability.logs import shortened
@@ -82,7 +83,7 @@ def encode_stepwise_row(
         "full_length": full_length,
         "cut": full_length > limit,
         "usable": bool(ends),
-        "ignored": json.dumps(unrendered(record.prompt, tokenizer, record.tools)),
+        "ignored": json.dumps(unrendered(record.prompt, tokenizer, record.tools, learn_from=len(record.prompt))),
     }
     return [columns]
 
