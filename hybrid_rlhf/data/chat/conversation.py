@@ -39,7 +39,7 @@ from hybrid_rlhf.data.chat.template import (
 )
 from hybrid_rlhf.runtime.observability.logs import shortened
 
-RULES_VERSION = 9
+RULES_VERSION = 10
 """Part of the cache key of tokenised rows; increase it when tokenisation changes."""
 _OPEN = "<think>"
 _CLOSE = "</think>"
@@ -381,8 +381,9 @@ def _turn(
     text_end = _text_end(generated, template.turn_suffix, "" if "tool_calls" in message else said, template.special)
     if (end_token := template.special.search(generated, text_end)) is not None:
         return before, generated, end_token.end()
+    following = messages[turn + 1]["role"] if turn + 1 < len(messages) else "assistant"
     next_role = "tool" if "tool_calls" in message else "user"
-    generated += template.turn_opening(messages[turn + 1]["role"] if turn + 1 < len(messages) else next_role)
+    generated += template.turn_opening(next_role if following == "assistant" else following)
     return before, generated, len(generated)
 
 
@@ -452,7 +453,7 @@ def _as_prompted(
     if (block := _EMPTY_BLOCK.match(rest)) is not None:
         rest = rest[block.end() :]
     if opening.rfind(_OPEN) > opening.rfind(_CLOSE):
-        rest = f"{reasoning}\n{_CLOSE}\n\n{rest.lstrip()}"
+        rest = f"{reasoning}\n{_CLOSE}\n\n{rest}"
     return before, rest
 
 
