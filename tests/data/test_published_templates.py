@@ -25,11 +25,12 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, is_learned
 from hybrid_rlhf.data.chat.template import ChatTemplate
 from hybrid_rlhf.data.chat.unrendered import refused
-from hybrid_rlhf.data.encoding import encode_sft_row
+from hybrid_rlhf.data.encoding import encode_labelled_row, encode_preference_row, encode_prompt_row, encode_sft_row
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import ConversationRow, read_sft_row
 from tests.support.published import KINDS, WORD, conversations, published_templates, published_tokenizer
 
+LIMIT = 1_000_000
 LOST_REASONING = ("<think> in content", *REASONING_KEYS)
 
 
@@ -55,7 +56,7 @@ def encoded(row: Row, name: str, kind: str) -> Encoded:
     tokenizer = published_tokenizer(name, kind)
     try:
         record = read_sft_row("f:1", row)
-        rows = encode_sft_row("f:1", row, tokenizer, 1_000_000)
+        rows = encode_sft_row("f:1", row, tokenizer, LIMIT)
     except UserError:
         rows = []
     counted = [part for columns in rows for part in json.loads(columns["ignored"])]
@@ -184,6 +185,30 @@ def _thoughtful(text: str) -> str:
     return text.removeprefix("</think>").strip().replace(",None]", ",null]")
 
 
+def check_pairs(name: str, kind: str, row: Row) -> None:
+    """Answers of pairs and of labelled rows stand behind the tokens of the prompt that a rollout has."""
+    tokenizer = published_tokenizer(name, kind)
+    messages = row["messages"]
+    turn = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+    answer = {key: value for key, value in messages[turn].items() if key != "weight"}
+    shared = {"prompt": messages[:turn], **{key: row[key] for key in row if key == "tools"}}
+    pair = {**shared, "chosen": [answer], "rejected": [{"role": "assistant", "content": "no"}]}
+    try:
+        (prompt,) = encode_prompt_row("f:1", shared, tokenizer, LIMIT)
+        (chosen,) = encode_preference_row("f:1", pair, tokenizer, LIMIT)
+        (labelled,) = encode_labelled_row("f:1", {**shared, "completion": [answer], "label": True}, tokenizer, LIMIT)
+    except UserError:
+        assume(False)
+    template = ChatTemplate.of(tokenizer)
+    assume(template is not None and not template.marks_generation)
+    assume(not any(refused(part) for part in json.loads(chosen["ignored"])))
+    ids = prompt["input_ids"]
+    assert len(chosen["responses"]) == 2 and labelled["responses"] == chosen["responses"][:1]
+    for response, mask in zip(chosen["responses"], chosen["masks"], strict=True):
+        assert (response[: len(ids)], mask.index(True)) == (ids, len(ids)), tokenizer.decode(response)
+        assert mask == labelled["masks"][0] or response is not chosen["responses"][0]
+
+
 def sized(
     check: Callable[[str, str, Row], None], names: Collection[str], count: int, *, usual: bool
 ) -> Callable[[], None]:
@@ -209,6 +234,11 @@ def test_tokens_are_those_of_transformers(count: int) -> None:
 @pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.faults)])
 def test_the_loss_is_where_renderers_have_it(count: int) -> None:
     sized(check_loss, RENDERERS, count, usual=True)()
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.faults)])
+def test_answers_of_pairs_stand_behind_their_prompt(count: int) -> None:
+    sized(check_pairs, published_templates(), count, usual=True)()
 
 
 def test_packages_publish_templates() -> None:
