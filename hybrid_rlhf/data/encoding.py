@@ -20,6 +20,7 @@ from hybrid_rlhf.data.chat.conversation import (
     encode_completion,
     encode_conversation,
     encode_prompt,
+    encode_segments,
     encode_text,
     head_tokens,
 )
@@ -44,7 +45,9 @@ def encode_conversation_row(
     """Encode a conversation, truncated on the right; several rows if its turns cannot share one. A row is unusable if
     no token with loss remains."""
     try:
-        if record.text is not None:
+        if record.segments:
+            encoded = [encode_segments([(record.context, False), *record.segments], tokenizer)]
+        elif record.text is not None:
             encoded = [encode_text(record.text, tokenizer, context=record.context)]
         else:
             # A source row makes at least one row: rows are split between the steps by their index in the source.

@@ -96,6 +96,17 @@ def test_convert_then_check(write_jsonl: Write, tmp_path: Path, document: Docume
     assert (code, found["task"]) == (0, "preference")
 
 
+def test_a_conversion_counts_what_it_leaves_out_and_takes_other_names(
+    write_jsonl: Write, tmp_path: Path, cli: CommandLine, document: Document
+) -> None:
+    rows = [{"dialog": [{"who": "C", "value": "q"}, {"who": "gpt", "value": "a"}], "summary": "s"}]
+    line = f"convert {write_jsonl(rows)} --output {tmp_path}/out.jsonl --columns '{{conversations: dialog}}'"
+    line += " --tags '{from: who, human: C}'"
+    assert "left out, as sharegpt has no such columns: summary (1); rename" in cli(f"data {line}").out
+    code, found = document(f"{line} --overwrite true")
+    assert (code, found["written"], found["unread_columns"]) == (0, 1, {"summary": 1})
+
+
 def test_a_bad_row_fails_a_conversion_unless_it_is_skipped(
     write_jsonl: Write, tmp_path: Path, cli: CommandLine, document: Document
 ) -> None:

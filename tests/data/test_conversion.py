@@ -15,7 +15,7 @@ from hybrid_rlhf.configs.commands.data import FormatName, RankedAs
 from hybrid_rlhf.data.preparation.conversion.converting import CONVERSIONS, ConversionReport, checked, convert
 from hybrid_rlhf.data.preparation.conversion.dialogues import dialogue_pair
 from hybrid_rlhf.data.preparation.conversion.tool_calls import with_tool_calls
-from hybrid_rlhf.data.preparation.conversion.turns import alpaca_row, sharegpt_row
+from hybrid_rlhf.data.preparation.conversion.turns import query_row, sharegpt_row
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
@@ -453,7 +453,7 @@ def test_any_conversation_is_read_back(earlier: list[tuple[str, str]], last: str
     names = {"user": "human", "assistant": "gpt"}
     shared = {"conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in messages]}
     alpaca = {"instruction": last, "output": answer, "history": [list(each) for each in earlier]}
-    for row in (sharegpt_row("f:1", shared), alpaca_row("f:1", alpaca)):
+    for row in (sharegpt_row("f:1", shared), query_row("f:1", alpaca)):
         assert read_sft_row("f:1", row).messages == messages
 
 
@@ -468,10 +468,28 @@ EXAMPLES: dict[FormatName, Row] = {
     "nectar": {"prompt": "\n\nHuman: q\n\nAssistant: ", "answers": [{"answer": "a", "rank": 1.0}]},
     "openai_comparisons": {"info": {"article": "x"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 0},
     "openai_messages": {"messages": [user("q"), assistant("a")], "tools": [], "input": {}, "preferred_output": []},
+    "query": {"query": "q", "response": "a", "history": [["a", "b"]], "system_prompt": "s", "label": True},
 }
-KEYS = ["role", "content", "from", "value", "tool_calls", "function_call", "response", "annotations", "text", "replies"]
+KEYS = [
+    "role",
+    "content",
+    "from",
+    "value",
+    "tool_calls",
+    "function_call",
+    "tool_call",
+    "type",
+    "response",
+    "annotations",
+    "text",
+    "replies",
+]
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "{", "[1]", "text", "assistant"]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["", "{", "[1]", "text", "assistant", "tool_call", "tool_use"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
     max_leaves=6,
 )
@@ -481,7 +499,9 @@ anything = st.recursive(
 @given(name=st.sampled_from(list(EXAMPLES)), data=st.data())
 def test_any_value_of_any_column_is_converted_or_a_problem(name: FormatName, data: st.DataObject) -> None:
     row = dict(EXAMPLES[name])
-    for column in data.draw(st.sets(st.sampled_from([*row, "prompt", "non_preferred_output"]), min_size=1)):
+    for column in data.draw(
+        st.sets(st.sampled_from([*row, "prompt", "non_preferred_output", "messages", "chosen"]), min_size=1)
+    ):
         row[column] = data.draw(anything)
     problems = RowProblems()
     for ranked_as in get_args(RankedAs):

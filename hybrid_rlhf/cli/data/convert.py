@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from hybrid_rlhf.configs.commands.data import ConvertConfig
+from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.output import print_result
 
@@ -19,7 +20,15 @@ def main(config: ConvertConfig) -> None:
     from hybrid_rlhf.data.rows.files import rows_file
 
     output = rows_file(config.output, overwrite=config.overwrite)
-    report = convert(config.path, output, format=config.format, ranked_as=config.ranked_as, skip_bad=config.skip_bad)
+    source = DataSource(path=config.path, columns=config.columns)
+    report = convert(
+        source,
+        output,
+        format=config.format,
+        ranked_as=config.ranked_as,
+        skip_bad=config.skip_bad,
+        tags=config.tags,
+    )
     failed = bool(report.problems.count) and not config.skip_bad
     lines = problem_lines(report.problems.texts, report.problems.count)
     if failed:
@@ -27,6 +36,11 @@ def main(config: ConvertConfig) -> None:
     else:
         skipped = f", {report.problems.count:,} left out" if report.problems.count else ""
         lines.append(f"{report.rows:,} rows of {report.format}{skipped}: {report.written:,} rows in {output}")
+        if report.unread:
+            names = ", ".join(f"{name} ({count:,})" for name, count in report.unread.most_common())
+            lines.append(
+                f"left out, as {report.format} has no such columns: {names}; rename those to keep with --columns"
+            )
     document = {
         "format": report.format,
         "rows": report.rows,
@@ -34,6 +48,7 @@ def main(config: ConvertConfig) -> None:
         "output": None if failed else str(output),
         "problems": report.problems.count,
         "problem_texts": report.problems.texts,
+        "unread_columns": report.unread,
     }
     print_result(document, "\n".join(lines))
     if failed:

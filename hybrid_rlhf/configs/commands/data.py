@@ -30,6 +30,7 @@ FormatName = Literal[
     "helpsteer3",
     "nectar",
     "openai_comparisons",
+    "query",
     "openai_messages",
 ]
 RankedAs = Literal["ranks", "pairs", "messages"]
@@ -77,6 +78,10 @@ class ConvertConfig(_SourceConfig):
     """JSONL file to write."""
     format: FormatName = "auto"
     """Format of the source; auto: inferred from the columns of its first row."""
+    columns: dict[str, str] = advanced({})
+    """Names of the source's columns, by the name that the format has: {conversations: dialog, output: reply}."""
+    tags: dict[str, str] = advanced({})
+    """Names of the keys and speakers of its turns, by those of ShareGPT: {from: speaker, value: text, human: me}."""
     ranked_as: RankedAs = "ranks"
     """How ranked completions (openassistant, ultrafeedback, helpsteer2, helpsteer3, nectar) are written. ranks: all of
     them, with ranks; pairs: the best and the worst as chosen and rejected; messages: conversations with the best."""

@@ -246,6 +246,15 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, context: str =
     return EncodedSequence(before + ids, [False] * len(before) + [True] * len(ids))
 
 
+def encode_segments(segments: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase) -> EncodedSequence:
+    """Encode texts, each tokenised apart and with loss or without; they have the special tokens of the row
+    themselves."""
+    encoded = [(_tokens(text, tokenizer)[0], has_loss) for text, has_loss in segments]
+    return EncodedSequence(
+        [token for ids, _ in encoded for token in ids], [has_loss for ids, has_loss in encoded for _ in ids]
+    )
+
+
 def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[tuple[int, int]]]:
     """Token ids of a text and their character ranges, if the tokenizer knows them."""
     encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)

@@ -27,8 +27,12 @@ METADATA_KEYS = ("id", "message_id", "index", "name", "tool_call_id", "timestamp
 """Keys that describe a turn and are not part of its text: a template need not render them."""
 WEIGHT_KEY = "weight"
 """0 on an assistant turn without loss, 1 otherwise (OpenAI's fine-tuning format); never rendered."""
-_LOSS_KEYS = (WEIGHT_KEY, "train", "training", "loss", "loss_weight", "loss_scale")
+LOSS_KEYS = (WEIGHT_KEY, "train", "training", "loss", "loss_weight", "loss_scale")
 """The keys under which data sets store the weight (OpenAI, axolotl, ms-swift); a message that is read has the first."""
+_DETAIL_KEYS = ("train_detail", "training_detail")
+"""The keys under which axolotl stores which characters of a turn carry loss."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content that are its text (OpenAI)."""
 
 
 def is_learned(message: Message) -> bool:
@@ -63,9 +67,10 @@ def read_message(location: str, message: Any) -> Message:
     if message["role"] not in ROLES:
         raise UserError(f"{location}: a role must be one of {', '.join(ROLES)}, got {message['role']!r}: fix the row")
     given = {key: value for key, value in message.items() if value is not None}
-    read = {key: value for key, value in given.items() if key not in _LOSS_KEYS}
+    read = {key: value for key, value in given.items() if key not in LOSS_KEYS}
     if _weight(location, given) == 0 and read["role"] == "assistant":
         read[WEIGHT_KEY] = 0
+    read |= {key: _content(location, read, key) for key in REASONING_KEYS if isinstance(read.get(key), list)}
     if "tool_calls" in read:
         read["tool_calls"] = [
             _tool_call(location, call) for call in _listed(location, "tool_calls", read["tool_calls"])
@@ -165,7 +170,14 @@ def row_tools(location: str, row: Row) -> Tools | None:
     tools = [_parsed(tool) for tool in _listed(location, "tools", tools)]
     if not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"{location}: column 'tools' must contain JSON schemas, got {tools!r}: fix the row")
-    return tools
+    return [_tool(tool) for tool in tools]
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool whose parameters may be JSON text (axolotl)."""
+    if isinstance(tool.get("function"), dict):
+        return {**tool, "function": _tool(tool["function"])}
+    return {**tool, "parameters": _parsed(tool["parameters"])} if "parameters" in tool else tool
 
 
 def _weight(location: str, message: Message) -> int:
@@ -173,7 +185,10 @@ def _weight(location: str, message: Message) -> int:
 
     Only `weight` is a number alone: the other keys are true or false in the formats that define them.
     """
-    given = {key: message[key] for key in _LOSS_KEYS if key in message}
+    detail = next((key for key in _DETAIL_KEYS if message.get(key)), None)
+    if detail is not None and message["role"] == "assistant":
+        raise _partial_loss_error(location, f"{detail!r} {message[detail]!r}")
+    given = {key: message[key] for key in LOSS_KEYS if key in message}
     for key, value in given.items():
         is_flag = isinstance(value, bool) and key != WEIGHT_KEY
         if not is_flag and (isinstance(value, bool) or value not in (0, 1)):
@@ -190,17 +205,29 @@ def _weight(location: str, message: Message) -> int:
     return next((int(value) for value in given.values()), 1)
 
 
-def _content(location: str, message: Message) -> str:
+def _content(location: str, message: Message, key: str = "content") -> str:
     """The text of a message, which may be a list of parts."""
-    content = message.get("content", "")
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(part["text"] for part in content)
+    content = message.get(key, "")
+    parts = [part if isinstance(part, dict) else {} for part in content] if isinstance(content, list) else []
+    if message["role"] == "assistant" and any(part.get(flag) in (False, 0) for part in parts for flag in LOSS_KEYS):
+        raise _partial_loss_error(location, f"{key} {content!r}")
+    if isinstance(content, list) and all(
+        isinstance(part.get("text"), str) and part.get("type", "text") in _TEXT_PARTS for part in parts
+    ):
+        return "".join(part["text"] for part in parts)
     if not isinstance(content, str):
         raise UserError(
-            f"{location}: the content of a message must be text or a list of {{'type': 'text', 'text': ...}}, got "
+            f"{location}: the {key} of a message must be text or a list of {{'type': 'text', 'text': ...}}, got "
             f"{content!r}: fix the row"
         )
     return content
+
+
+def _partial_loss_error(location: str, got: str) -> UserError:
+    return UserError(
+        f"{location}: a turn carries loss as a whole, got parts without loss in {got}: remove their marks, or give the "
+        "text before the parts with loss as a prompt that ends with the assistant"
+    )
 
 
 def _tool_call(location: str, call: Any) -> dict[str, Any]:

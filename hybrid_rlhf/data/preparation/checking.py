@@ -77,7 +77,14 @@ FORMS: dict[CheckedTask, tuple[RowForm, ...]] = {
     "preference": _PAIRS,
     "sft": tuple(
         RowForm(columns, read_sft_row, encode_sft_row)
-        for columns in (("messages",), ("prompt", "completion"), ("prompt", "chosen"), ("chosen",), ("text",))
+        for columns in (
+            ("messages",),
+            ("prompt", "completion"),
+            ("prompt", "chosen"),
+            ("chosen",),
+            ("text",),
+            ("segments",),
+        )
     ),
     "rl": tuple(RowForm(columns, read_prompt_row, encode_prompt_row) for columns in (("prompt",), ("messages",))),
 }

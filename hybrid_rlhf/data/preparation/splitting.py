@@ -18,7 +18,7 @@ from typing import BinaryIO
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.rows.files import Row, json_line
-from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row
+from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_sft_row
 from hybrid_rlhf.data.rows.sources import missing_columns_error, open_source
 from hybrid_rlhf.runtime.files.atomic import whole_file
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
@@ -82,6 +82,8 @@ def prompt_key(location: str, row: Row) -> str:
         prompt = _before_the_answer(read_preference_row(location, row).prompt)
     elif isinstance(row.get("text"), str):
         return str(row["text"]).strip()
+    elif "segments" in row:
+        return str(read_sft_row(location, row).text).strip()
     else:
         raise missing_columns_error(location, row, ["prompt", "messages", "chosen + rejected", "text"])
     return json.dumps([[turn["role"], turn.get("content", "").strip()] for turn in prompt])

@@ -37,7 +37,18 @@ TYPES_TEXT = ".jsonl, .json, .csv, .parquet or .arrow"
 _TABLES = {".parquet": "Parquet", ".arrow": "Arrow"}
 """Types that have their own compression."""
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-_JSON_CELLS = ("messages", "tools", "completions", "labels", "responses", "ranks", "label", "margin", "score")
+_JSON_CELLS = (
+    "messages",
+    "tools",
+    "completions",
+    "labels",
+    "responses",
+    "ranks",
+    "label",
+    "margin",
+    "score",
+    "segments",
+)
 """Columns that are not text, which a CSV file writes as JSON."""
 
 

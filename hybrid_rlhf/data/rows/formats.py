@@ -2,7 +2,7 @@
 
 | step | columns |
 |---|---|
-| SFT | messages; prompt + completion; prompt + chosen; text |
+| SFT | messages; prompt + completion; prompt + chosen; text; segments |
 | reward, preference | prompt + chosen + rejected (messages may begin with it), margin; or prompt + responses + ranks |
 | KTO, reward from labels | prompt + completion + label; messages + label; or a pair: chosen is desirable |
 | process reward | prompt + completions (the steps of one completion) + labels |
@@ -35,14 +35,29 @@ from hybrid_rlhf.data.chat.messages import (
     with_ordered_results,
 )
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.published import LABELS, REJECTED, published_format
+from hybrid_rlhf.data.rows.published import (
+    LABELS,
+    OPENING,
+    REJECTED,
+    SYSTEM,
+    answers_messages,
+    is_query,
+    published_format,
+)
 from hybrid_rlhf.data.rows.sources import missing_columns_error
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 _SYSTEM_ROLES = ("system", "developer")
 _PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
 _OBJECT_WITH_MESSAGES = re.compile(r'\s*\{\s*"(messages|conversations)"\s*:\s*\[')
-_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_MEDIA = tuple(f"{side}{kind}" for side in ("", "rejected_") for kind in ("images", "videos", "audios")) + (
+    *("image", "video", "audio"),
+)
+_OF_ALL_ROWS = {
+    "chat_template_kwargs": "set data.chat_template_kwargs for all rows, and remove the column",
+    "rejected_tools": "remove the column if both answers have the same tools, or remove the row",
+}
+"""Columns of ms-swift that change how a row is rendered, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,8 @@ class ConversationRow:
     text: str | None = None
     context: str = ""
     """Text that precedes `text`, without loss."""
+    segments: list[tuple[str, bool]] = field(default_factory=list)
+    """The parts of `text`, and which of them carry loss; if there are none, all of it does."""
     tools: Tools | None = None
     continued: int | None = None
     """Index of an assistant turn, the last of the prompt, that the next turn continues."""
@@ -113,7 +130,7 @@ def read_sft_row(location: str, row: Row) -> ConversationRow:
     if is_tie(row):
         return ConversationRow()
     continued = None
-    require_text(location, row)
+    _require_whole(location, row)
     if "text" not in row:
         _refuse_preferences(location, row)
     if "messages" in row:
@@ -129,6 +146,9 @@ def read_sft_row(location: str, row: Row) -> ConversationRow:
         messages = _messages(location, row, "chosen")
     elif "text" in row:
         return ConversationRow(text=_text(location, row, "text"))
+    elif "segments" in row:
+        segments = _segments(location, row["segments"])
+        return ConversationRow(text="".join(text for text, _ in segments), segments=segments)
     else:
         raise unreadable_row_error(location, row, ["messages", "prompt + completion", "prompt + chosen", "text"])
     if not any(message["role"] == "assistant" for message in messages):
@@ -143,11 +163,25 @@ def read_sft_row(location: str, row: Row) -> ConversationRow:
     return ConversationRow(messages, tools=row_tools(location, row), continued=continued)
 
 
+def _segments(location: str, value: Any) -> list[tuple[str, bool]]:
+    """The texts of a row without a chat template, and which of them carry loss (axolotl's input_output)."""
+    listed = [segment if isinstance(segment, dict) else {} for segment in value] if isinstance(value, list) else [{}]
+    segments = [(segment.get("text"), read_label(segment.get("label"))) for segment in listed]
+    if not all(isinstance(text, str) and label is not None for text, label in segments):
+        raise UserError(
+            f"{location}: column 'segments' must be a list of {{'text': ..., 'label': true or false}}, got "
+            f"{shortened(str(value))}: fix the row"
+        )
+    if not any(label and text for text, label in segments):
+        raise UserError(f"{location}: column 'segments' must have a text with label true, got none: remove the row")
+    return [(str(text), bool(label)) for text, label in segments]
+
+
 def read_preference_row(location: str, row: Row) -> PreferenceRow:
     """Read a row of preferences; a tie has no completions."""
     if is_tie(row):
         return PreferenceRow([], [], [], [])
-    require_text(location, row)
+    _require_whole(location, row)
     if "responses" in row and "ranks" in row:
         return _ranked(location, row)
     if "chosen" not in row or "rejected" not in row:
@@ -191,7 +225,7 @@ def read_labelled_row(location: str, row: Row) -> LabelledRow:
         indices = sorted(chosen ^ rejected)  # a completion that is chosen and rejected in different pairs has no label
         completions = [record.completions[i] for i in indices]
         return LabelledRow(record.prompt, completions, [i in chosen for i in indices], record.tools)
-    require_text(location, row)
+    _require_whole(location, row)
     whole = "messages" in row and not {"prompt", "completion"} & set(row)
     if not whole and not {"prompt", "completion"} <= set(row):
         wanted = ["prompt + completion + label", "messages + label", "prompt + chosen + rejected"]
@@ -215,7 +249,7 @@ def read_labelled_row(location: str, row: Row) -> LabelledRow:
 
 def read_stepwise_row(location: str, row: Row) -> StepwiseRow:
     """Read a row with the steps of a completion (stepwise supervision)."""
-    require_text(location, row)
+    _require_whole(location, row)
     if any(name not in row for name in ("prompt", "completions", "labels")):
         raise unreadable_row_error(location, row, ["prompt + completions + labels"])
     steps = row["completions"]
@@ -242,7 +276,7 @@ def head_index(location: str, row: Row, heads: Sequence[str]) -> int:
 
 def read_prompt_row(location: str, row: Row) -> PromptRow:
     """Read a row of prompts for RL."""
-    require_text(location, row)
+    _require_whole(location, row, SYSTEM)
     if "prompt" in row:
         used = "prompt"
         messages = _turns(location, row, "prompt", role="user")
@@ -268,16 +302,35 @@ def read_ptx_row(location: str, row: Row) -> ConversationRow:
 
 
 def require_text(location: str, row: Row) -> None:
-    """Refuse a row with images, videos or audio, which would be lost.
+    """Refuse a row with images, videos or audio, which would be lost, or with settings of its own.
 
     Raises:
         UserError: with the name of the column.
     """
+    own = next((name for name in _OF_ALL_ROWS if row.get(name)), None)
+    if own is not None:
+        raise UserError(
+            f"{location}: all rows are rendered alike, got column {own!r} with {shortened(str(row[own]))}: "
+            f"{_OF_ALL_ROWS[own]}"
+        )
     column = next((name for name in _MEDIA if row.get(name)), None)
     if column is not None:
         raise UserError(
             f"{location}: a row must be text, got column {column!r} with {shortened(str(row[column]))}: remove the "
             "column if the text is complete without it, or remove the row"
+        )
+
+
+def _require_whole(location: str, row: Row, columns: Sequence[str] = OPENING) -> None:
+    """Refuse a row whose columns have text of its prompt that only a conversion reads; see `require_text`."""
+    require_text(location, row)
+    if columns == OPENING and answers_messages(row):
+        raise unreadable_row_error(location, row, ["prompt + chosen + rejected"])
+    column = next((name for name in columns if row.get(name)), None)
+    if column is not None:
+        raise UserError(
+            f"{location}: a system prompt and earlier turns are turns of the prompt, got column {column!r} with "
+            f"{shortened(str(row[column]))}: convert the row with hybrid-rlhf data convert, or remove the column"
         )
 
 
@@ -363,7 +416,8 @@ def unreadable_row_error(location: str, row: Row, wanted: Sequence[str]) -> User
     """The error for a row without the columns of any accepted form; it names the published format, if it has one."""
     published = published_format(row)
     if published is None:
-        return missing_columns_error(location, row, wanted)
+        error = missing_columns_error(location, row, wanted)
+        return UserError(f"{error}, or for SFT convert it with hybrid-rlhf data convert") if is_query(row) else error
     return UserError(
         f"{location}: a row must be in a form that steps read, got the format {published}: convert it with "
         "hybrid-rlhf data convert"

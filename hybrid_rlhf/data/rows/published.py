@@ -22,8 +22,20 @@ LABELS = ("label", "kto_tag")
 """Columns that say whether the last answer is desirable: TRL, ms-swift; LLaMA-Factory."""
 REJECTED = ("rejected_response", "rejected_messages")
 """Columns of ms-swift with the answer to which the last turn is preferred: its text, or a conversation."""
+SHARED = ("conversations", "conversation", "messages")
+"""Columns of ShareGPT's turns; LLaMA-Factory, axolotl and ms-swift also give them other names."""
+SYSTEM = ("system", "system_prompt")
+"""Columns with the system prompt of a row, beside its turns."""
+OPENING = (*SYSTEM, "history")
+"""Columns with turns that come before those of other columns."""
+QUERIES = ("query", "instruction", "question", "problem", "input")
+"""Columns with the user's text, in any case (ms-swift, axolotl)."""
+REPLIES = ("response", "output", "answer", "target", "targets", "answer_key", "answers", "solution", "generation")
+"""Columns with the answer to it."""
+CHOSEN = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
+"""Columns with the better and the worse answer to it."""
 
-_TEXT_COLUMNS = (*MESSAGE_COLUMNS, "conversations")
+_TEXT_COLUMNS = (*MESSAGE_COLUMNS, *SHARED)
 _LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 
 
@@ -70,8 +82,9 @@ def led(text: str) -> str:
 
 def is_sharegpt(row: Row) -> bool:
     """Return True if a row has a conversation of ShareGPT."""
-    turns = row.get("conversations")
-    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
+    turns = next((row[name] for name in SHARED if name in row), None)
+    first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
+    return "from" in first or (bool(first) and not {"messages", "prompt"} & set(row))
 
 
 def is_alpaca(row: Row) -> bool:
@@ -83,7 +96,16 @@ def is_openai(row: Row) -> bool:
     """Return True if a row has messages, or a preference in the format of OpenAI."""
     if "input" in row and set(PREFERRED) <= set(row):
         return True
-    return any(isinstance(row.get(name), list) for name in MESSAGE_COLUMNS)
+    columns = [row[name] for name in MESSAGE_COLUMNS if name in row]
+    return any(isinstance(value, list) for value in columns) or bool(columns and any(map(row.get, OPENING)))
+
+
+def is_query(row: Row) -> bool:
+    """Return True if a row has a text of the user with its answer, or with two, under names of other programs."""
+    names = {name.lower() for name in row}
+    if names & set(QUERIES) and not names & {"messages", "prompt"}:
+        return bool(names & {*REPLIES, "completion"}) or any(set(pair) <= names for pair in CHOSEN)
+    return "prompt" in names and bool(names & {"response", "generation", "chosen_response"})
 
 
 def is_ultrafeedback(row: Row) -> bool:
@@ -136,13 +158,30 @@ MATCHES: dict[FormatName, Callable[[Row], bool]] = {
     "helpsteer3": is_helpsteer3,
     "nectar": is_nectar,
     "openai_comparisons": is_comparison,
+    "query": is_query,
     "openai_messages": is_openai,
 }
 """Predicates that recognise a row's format, in the order in which they are tried."""
 
 
 def published_format(row: Row) -> FormatName | None:
-    """The format that a row must be converted from; None if it has no such format, or messages that steps read."""
+    """The format that a row must be converted from; None if it has no such format, or messages that steps read.
+
+    A question with its answer may be a row for SFT or, with other names, for RL: its format is not told.
+    """
     detected = next((name for name, matches in MATCHES.items() if matches(row)), None)
-    must_convert = {*REJECTED, "kto_tag"} & set(row) or set(PREFERRED) <= set(row)
-    return None if detected == "openai_messages" and not must_convert else detected
+    if detected == "openai_messages":
+        must_convert = {*REJECTED, "kto_tag"} & set(row) or set(PREFERRED) <= set(row) or answers_messages(row)
+        return detected if must_convert else None
+    return None if detected == "query" else detected
+
+
+def answers_messages(row: Row) -> bool:
+    """Return True if a row has two answers to its messages (LLaMA-Factory, axolotl), not two conversations."""
+    asked, said = ([value] if isinstance(value, dict) else value for value in (row.get("messages"), row.get("chosen")))
+    if "prompt" in row or "rejected" not in row or not isinstance(asked, list) or not isinstance(said, list | str):
+        return False
+    if not asked or not said:
+        return False
+    roles = [turn.get("role") if isinstance(turn, dict) else "assistant" for turn in (asked[-1], said[0])]
+    return roles == ["user", "assistant"]

@@ -6,20 +6,23 @@ converted file has no row that training refuses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from hybrid_rlhf.configs.commands.data import FormatName, RankedAs
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.data.preparation.conversion.dialogues import dialogue_pair
 from hybrid_rlhf.data.preparation.conversion.records import (
     Conversion,
     LocatedRow,
     RankedCompletions,
     Record,
+    TrackedRow,
     row_by_row,
 )
 from hybrid_rlhf.data.preparation.conversion.scored import (
@@ -31,14 +34,14 @@ from hybrid_rlhf.data.preparation.conversion.scored import (
 )
 from hybrid_rlhf.data.preparation.conversion.trees import tree_records
 from hybrid_rlhf.data.preparation.conversion.turns import (
-    alpaca_row,
     openai_row,
+    query_row,
     sharegpt_row,
 )
 from hybrid_rlhf.data.rows.files import Row, json_line
 from hybrid_rlhf.data.rows.formats import read_labelled_row, read_preference_row, read_prompt_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
-from hybrid_rlhf.data.rows.published import MATCHES
+from hybrid_rlhf.data.rows.published import MATCHES, MESSAGE_COLUMNS, SHARED
 from hybrid_rlhf.data.rows.sources import found_columns, open_source
 from hybrid_rlhf.runtime.files.atomic import whole_file
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
@@ -47,12 +50,13 @@ CONVERSIONS: dict[FormatName, Conversion] = {
     "hh": row_by_row(dialogue_pair),
     "sharegpt": row_by_row(sharegpt_row),
     "ultrafeedback": row_by_row(ultrafeedback_row),
-    "alpaca": row_by_row(alpaca_row),
+    "alpaca": row_by_row(query_row),
     "openassistant": tree_records,
     "helpsteer2": helpsteer2_records,
     "helpsteer3": row_by_row(helpsteer3_row),
     "nectar": row_by_row(nectar_row),
     "openai_comparisons": row_by_row(comparison_row),
+    "query": row_by_row(query_row),
     "openai_messages": row_by_row(openai_row),
 }
 assert CONVERSIONS.keys() == MATCHES.keys() == {*get_args(FormatName)} - {"auto"}
@@ -67,41 +71,57 @@ class ConversionReport:
     written: int
     """0 if a problem has prevented the output."""
     problems: RowProblems
+    unread: Counter[str]
+    """Number of rows with each column that the format does not have."""
 
 
 class _Abandoned(Exception):
     """Raised to remove the output when there are problems."""
 
 
-def convert(path: str, output: Path, *, format: FormatName, ranked_as: RankedAs, skip_bad: bool) -> ConversionReport:
+def convert(
+    source: str | DataSource,
+    output: Path,
+    *,
+    format: FormatName,
+    ranked_as: RankedAs,
+    skip_bad: bool,
+    tags: Mapping[str, str] | None = None,
+) -> ConversionReport:
     """Convert a source.
 
     Args:
-        path: a file, a folder or a hub name.
+        source: a file, a folder or a hub name, or a source with other names of columns.
         output: JSONL file, which appears only once it is complete.
         format: the format of the source; auto: the first that matches the first row.
         ranked_as: how ranked completions are written.
         skip_bad: true to leave out rows that cannot be converted; otherwise they prevent the output.
+        tags: names that the source's turns have for keys and speakers, by those that conversions read.
 
     Raises:
         UserError: if the source cannot be read, no format matches, or it has no row for the output.
     """
     problems = RowProblems()
+    unread = Counter[str]()
     read = 0
     written = 0
-    source = open_source(path)
-    rows = source.readable_rows(problems.add)
+    reader = open_source(source)
+    path = reader.source.path
+    rows = ((location, _renamed(row, tags or {})) for location, row in reader.readable_rows(problems.add))
     first = next(rows, None)
     if first is None:
         raise UserError(f"a data source must have rows, {path} has none that can be read: {_first(problems)}")
     chosen = _detected(*first) if format == "auto" else format
-    progress = ProgressLog(f"converting {path}", total=source.count())
+    progress = ProgressLog(f"converting {path}", total=reader.count())
 
     def counted() -> Iterator[LocatedRow]:
         nonlocal read
-        for located in progress.track(chain([first], rows)):
+        for location, row in progress.track(chain([first], rows)):
             read += 1
-            yield located
+            tracked = TrackedRow(row)
+            failed = problems.count
+            yield location, tracked
+            unread.update(tracked.unread() if problems.count == failed else ())
 
     try:
         with whole_file(output) as file:
@@ -115,7 +135,24 @@ def convert(path: str, output: Path, *, format: FormatName, ranked_as: RankedAs,
                 raise UserError(f"{path} must have a row that becomes one of {chosen}, got none: {_first(problems)}")
     except _Abandoned:
         written = 0
-    return ConversionReport(chosen, read, written, problems)
+    return ConversionReport(chosen, read, written, problems, unread)
+
+
+def _renamed(row: Row, tags: Mapping[str, str]) -> Row:
+    """A row whose turns have the keys and speakers that conversions read."""
+    names = {theirs: ours for ours, theirs in tags.items()}
+
+    def read(turn: Any) -> Any:
+        if not isinstance(turn, dict):
+            return turn
+        renamed = {names.get(key, key): value for key, value in turn.items()}
+        speakers = {key: names[renamed[key]] for key in ("from", "role") if renamed.get(key) in names}
+        return renamed | speakers
+
+    turns = {name: row[name] for name in (*SHARED, *MESSAGE_COLUMNS) if names and name in row}
+    return row | {
+        name: [*map(read, value)] if isinstance(value, list) else read(value) for name, value in turns.items()
+    }
 
 
 def _detected(location: str, row: Row) -> FormatName:

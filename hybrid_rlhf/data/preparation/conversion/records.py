@@ -17,6 +17,28 @@ from hybrid_rlhf.data.rows.problems import RowProblems
 LocatedRow = tuple[str, Row]
 
 
+class TrackedRow(Row):
+    """A row that knows which of its columns are read by name."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(row)
+        self._read = set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a column, which is read now."""
+        self._read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a column, which is read now, or the default."""
+        self._read.add(name)
+        return super().get(name, default)
+
+    def unread(self) -> list[str]:
+        """The columns with a value that are not read so far."""
+        return [name for name, value in self.items() if name not in self._read and value not in ("", [], {})]
+
+
 @dataclass(frozen=True)
 class RankedCompletions:
     """Completions of a prompt in an order of preference."""
