@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.data.chat.calls import ToolCall, function_names
 from hybrid_rlhf.data.chat.reasoning import text_decoder
-from hybrid_rlhf.data.chat.template import ChatTemplate, is_plain
+from hybrid_rlhf.data.chat.template import FINAL, ChatTemplate, is_plain
 from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
 from hybrid_rlhf.serving.service import BatchEnded, Job, TokenStream
@@ -71,7 +71,9 @@ class Answer:
         drops_space = self._is_chat and is_plain(tokenizer)
 
         names = function_names(body.used_tools) if isinstance(body, ChatBody) else frozenset[str]()
-        marks = thinking_marks(body, tokenizer)
+        template = chat_template(body, tokenizer)
+        marks = None if template is None else template.thinking_marks
+        header = FINAL if template is not None and template.has_channels else ""
         self._shown_text = text_decoder(tokenizer, body.used_tools) if isinstance(body, ChatBody) else None
         """Text without special tokens, but with marks of reasoning; None: without any."""
         is_open = False  # the prompt does not end within the reasoning
@@ -82,7 +84,8 @@ class Answer:
 
         def stream() -> ReplyStream:
             text = TextStream(self._decode, job.sampling.stop, drops_space=drops_space)
-            return ReplyStream(text, names, None if marks is None else ReasoningSplit(*marks, is_open=is_open))
+            split = None if marks is None else ReasoningSplit(*marks, is_open=is_open, header=header)
+            return ReplyStream(text, names, split)
 
         self._streams = [stream() for _ in range(len(job.prompts) * job.sampling.n)]
         self._unfinished = dict.fromkeys(range(len(self._streams)))
@@ -268,10 +271,9 @@ class Answer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._body.skip_special_tokens))
 
 
-def thinking_marks(body: GenerationBody, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """The marks of reasoning in the completions of a request; None for plain text, or if the template has none."""
-    template = ChatTemplate.of(tokenizer, body.used_tools) if isinstance(body, ChatBody) else None
-    return None if template is None else template.thinking_marks
+def chat_template(body: GenerationBody, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+    """The template of a request; None for plain text, or if the tokenizer has none."""
+    return ChatTemplate.of(tokenizer, body.used_tools) if isinstance(body, ChatBody) else None
 
 
 def _with_sampled(token: StreamedToken) -> Sequence[tuple[int, float]]:

@@ -65,16 +65,18 @@ class TextStream:
 class ReasoningSplit:
     """Divides the text of a completion into its reasoning and the rest, at the marks of the template."""
 
-    def __init__(self, opening: str, closing: str, *, is_open: bool) -> None:
+    def __init__(self, opening: str, closing: str, *, is_open: bool, header: str = "") -> None:
         """Begin a text.
 
         Args:
             opening: text that opens the reasoning, at the beginning of the completion.
             closing: text that closes it.
             is_open: the prompt has opened the reasoning.
+            header: text before the answer, which is no part of it; more reasoning may precede it.
         """
         self._opening = opening
         self._closing = closing
+        self._header = header
         self._is_undecided = not is_open
         self._is_open = is_open
         self._skips_space = is_open
@@ -85,25 +87,33 @@ class ReasoningSplit:
         """Reasoning and other text that a further piece completes; `ends`: it is the last one."""
         self._held += piece
         reasoning = ""
-        if self._is_undecided:
-            begun = self._held.lstrip()
-            if not ends and self._opening.startswith(begun[: len(self._opening)]) and len(begun) < len(self._opening):
-                return "", ""
-            self._is_undecided = False
-            self._is_open = self._skips_space = begun.startswith(self._opening)
-            self._held = begun[len(self._opening) :] if self._is_open else self._held
-        if self._is_open:
-            before, closing, after = self._held.partition(self._closing)
-            held = 0 if closing or ends else _possible_beginning(before, (self._closing,))
-            reasoning = self._without_space(before[: len(before) - held])
-            self._held = after if closing else before[len(before) - held :]
-            if not closing:
-                return reasoning, ""
-            self._is_open = False
-            self._skips_space = True
-        text = self._without_space(self._held)
-        self._held = ""
-        return reasoning, text
+        while True:
+            if self._is_undecided:
+                begun = self._held.lstrip()
+                marks = [mark for mark in (self._opening, self._header) if mark]
+                if not ends and any(mark != begun and mark.startswith(begun) for mark in marks):
+                    return reasoning, ""
+                self._is_undecided = False
+                self._is_open = begun.startswith(self._opening)
+                self._skips_space |= self._is_open
+                if self._is_open:
+                    self._held = begun[len(self._opening) :]
+                elif self._header and begun.startswith(self._header):
+                    self._held = begun[len(self._header) :]
+            if self._is_open:
+                before, closing, after = self._held.partition(self._closing)
+                held = 0 if closing or ends else _possible_beginning(before, (self._closing,))
+                reasoning += self._without_space(before[: len(before) - held])
+                self._held = after if closing else before[len(before) - held :]
+                if not closing:
+                    return reasoning, ""
+                self._is_open = False
+                self._skips_space = True
+                self._is_undecided = bool(self._header)
+                continue
+            text = self._without_space(self._held)
+            self._held = ""
+            return reasoning, text
 
     def _without_space(self, text: str) -> str:
         """A text, without the white space at the beginning of a part."""

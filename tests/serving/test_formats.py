@@ -60,6 +60,7 @@ TEMPLATES = {
     "mistral 11": EACH.replace("ONE", "'[TOOL_CALLS]' + f['name'] + '[ARGS]' + f['arguments'] | tojson"),
 }
 THINKING = CHATML + "{% if false %}<think></think>{% endif %}"
+ANALYSIS, FINAL, NEXT = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|><|start|>assistant"
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")
 
 
@@ -162,7 +163,27 @@ def test_reasoning_is_free_and_the_answer_follows_the_schema(
     prompt: str, answer: str, is_valid: bool, special: tuple[str, ...]
 ) -> None:
     """A grammar from the first token on would leave a prompt that has opened the reasoning without an answer."""
-    tokenizer = tokenizer_of(THINKING, special)
+    assert _follows_schema(tokenizer_of(THINKING, special), prompt, answer) == is_valid
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "is_valid"),
+    [
+        ("assistant", f'{ANALYSIS}Well.{NEXT}{FINAL}{{"wild": true}}', True),
+        ("assistant", f'{FINAL}{{"wild": true}}', True),
+        ("assistant", '{"wild": true}', False),
+        (f"assistant{ANALYSIS}", f'Well.{NEXT}{FINAL}{{"wild": true}}', True),
+        (f"assistant{ANALYSIS}", f'{FINAL}{{"wild": true}}', False),
+    ],
+)
+def test_an_answer_in_its_channel_follows_the_schema(prompt: str, answer: str, is_valid: bool) -> None:
+    """gpt-oss: the schema began before the header of the channel."""
+    special = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>")
+    template = CHATML + f"{{% if false %}}{ANALYSIS}{FINAL}{{% endif %}}"
+    assert _follows_schema(tokenizer_of(template, special), prompt, answer) == is_valid
+
+
+def _follows_schema(tokenizer: PreTrainedTokenizerFast, prompt: str, answer: str) -> bool:
     schema = {"type": "object", "properties": {"wild": {"type": "boolean"}}, "required": ["wild"]}
     schema["additionalProperties"] = False
     body = ChatBody(model="m", messages=[user("x")], response_format=_format(schema))
@@ -170,7 +191,7 @@ def test_reasoning_is_free_and_the_answer_follows_the_schema(
     assert given is not None
     state = grammar_of(source_of(given), tokenizer, vocab_size=len(tokenizer), stop=frozenset({2})).matcher
     ids = tokenizer(answer)["input_ids"]
-    assert (state.try_consume_tokens(ids) == len(ids) and state.is_accepting()) == is_valid
+    return bool(state.try_consume_tokens(ids) == len(ids) and state.is_accepting())
 
 
 def _format(schema: dict[str, Any]) -> Any:

@@ -2,9 +2,10 @@
 
 Formats, with special tokens or without, as decoding may skip them: `<tool_call>{"name", "arguments"}</tool_call>`
 (Hermes, Qwen); JSON with `name` and `parameters` or `arguments`, one call, a list, or several with `;` in between
-(Llama 3 after `<|python_tag|>`, Mistral after `[TOOL_CALLS]`); `name{...}` (Mistral since v11). Arguments that are null
-or missing are none. Only calls of functions
-that the conversation offers are read: text that does not parse, or names another function, stays text.
+(Llama 3 after `<|python_tag|>`, Mistral after `[TOOL_CALLS]`); `name{...}` (Mistral since v11);
+`<|channel|>commentary to=functions.name json<|message|>{...}`, also with the name first (gpt-oss). Arguments that are
+null or missing are none. Only calls of functions that the conversation offers are read: text that does not parse, or
+names another function, stays text.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ _TAG = "<tool_call>"
 _TAGGED = re.compile(rf"{_TAG}(.*?)</tool_call>", re.DOTALL)
 _BETWEEN = re.compile(r"(?:\[TOOL_CALLS\]|<\|python_tag\|>|[;,\s])*")
 _NAME = re.compile(r"([\w.-]+)\s*(?:(?:\[ARGS\])?\s*(?=\{)|\[ARGS\]\s*(?=null\b))")
-_OPENINGS = ("{", "[", "<|python_tag|>")
+_COMMENTARY = "<|channel|>commentary"
+_RECIPIENT = re.compile(
+    rf"(?:{re.escape(_COMMENTARY)})?\s*to=(?:functions\.)?([\w.-]+)\s*(?:{re.escape(_COMMENTARY)})?[\s\w]*<\|message\|>"
+)
+_OPENINGS = ("{", "[", "<|python_tag|>", _COMMENTARY, "to=")
 """Beginnings of a completion that consists of calls only."""
 _DECODER = json.JSONDecoder()
 
@@ -100,7 +105,7 @@ def _calls(text: str, names: Collection[str]) -> Iterator[ToolCall]:
     """
     rest = _BETWEEN.sub("", text, count=1)
     while rest:
-        if (named := _NAME.match(rest)) is not None:
+        if (named := _RECIPIENT.match(rest) or _NAME.match(rest)) is not None:
             arguments, end = _DECODER.raw_decode(rest, named.end())
             yield _call({"name": named[1], "arguments": arguments}, names)
         else:

@@ -1,7 +1,8 @@
 """The text of completions as rewards, servers and people read it, and where its reasoning ends.
 
 Special tokens are left out of a text, but not the marks of reasoning that the template writes: Magistral and Ministral
-3 have special tokens [THINK] and [/THINK], without which reasoning and answer run together.
+3 have special tokens [THINK] and [/THINK], without which reasoning and answer run together, and gpt-oss those of the
+headers of its channels. Rendering takes such a text of gpt-oss apart again.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.data.chat.messages import Tools
-from hybrid_rlhf.data.chat.template import CLOSES_THINKING, ChatTemplate, special_tokens
+from hybrid_rlhf.data.chat.template import CLOSES_THINKING, FINAL, ChatTemplate, special_tokens
 
-_CLOSES = re.compile(f".*(?:{CLOSES_THINKING.pattern})", re.DOTALL | re.IGNORECASE)
+_CLOSES = re.compile(f".*(?:{CLOSES_THINKING.pattern}|{re.escape(FINAL)})", re.DOTALL | re.IGNORECASE)
 
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None) -> Callable[[Sequence[int]], str]:
@@ -23,7 +24,9 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None)
     template = ChatTemplate.of(tokenizer, tools)
     marks = None if template is None else template.thinking_marks
     special = special_tokens(tokenizer) if marks else ()
-    shown = [mark for mark in marks or () if mark in special]
+    shown = [token for token in special if token in (marks or ())]
+    if template is not None and template.has_channels:
+        shown = [token for token in special if token in "".join(template.thinking_marks or ())]
     if not shown:
         return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
     skipped = {*tokenizer.convert_tokens_to_ids(list(special))} - {*tokenizer.convert_tokens_to_ids(shown)}

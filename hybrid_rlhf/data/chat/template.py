@@ -72,6 +72,10 @@ THINKING_MARK = re.compile(
     rf"<[\w:]*think\w*>|\[THINK\]|◁think▷|<\|channel>\w+|{CLOSES_THINKING.pattern}", re.IGNORECASE
 )
 """The texts that open or close it."""
+_ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|channel|>final<|message|>"
+"""Text before the answer in templates with channels (gpt-oss)."""
+_CHANNEL = re.compile(f"(?:^|<\\|start\\|>assistant)({re.escape(_ANALYSIS)}|{re.escape(FINAL)})")
 _PROBE = "q7saidq7"
 """Content that no template contains."""
 _UNFINISHED = "q7goesonq7 "
@@ -139,8 +143,15 @@ class ChatTemplate:
         return self._render(self._normalised(messages), tools, add_generation_prompt, variables)[0]
 
     @cached_property
+    def has_channels(self) -> bool:
+        """True if reasoning and answer are messages of a turn, each in its channel (gpt-oss)."""
+        return _ANALYSIS in self._source and FINAL in self._source
+
+    @cached_property
     def thinking_marks(self) -> tuple[str, str] | None:
         """The texts that open and close reasoning, as the template writes them; None if it writes none."""
+        if self.has_channels:
+            return _ANALYSIS, "<|end|><|start|>assistant"
         match = CLOSES_THINKING.search(self._source)
         return None if match is None else (match[0].replace("/", "", 1), match[0])
 
@@ -203,6 +214,8 @@ class ChatTemplate:
     def with_reasoning_key(self, message: Message) -> Message:
         """A message whose content begins with reasoning, with that under its key if the template renders the key: it
         writes its own marks, and may write an empty block before those in the content."""
+        if self.has_channels:
+            message = _apart(message)
         if "</think>" not in str(message.get("content")) or any(key in message for key in REASONING_KEYS):
             return message
         reasoning, rest = split_reasoning(message)
@@ -420,6 +433,16 @@ def has_value(message: Message, key: str) -> bool:
     """Return True if a key of a message is not missing, null or empty; false and 0 are values."""
     value = message.get(key)
     return bool(value) or isinstance(value, (bool, int, float))
+
+
+def _apart(message: Message) -> Message:
+    """A turn whose content is the text of a completion with channels, with reasoning and answer under their keys."""
+    before, *parts = _CHANNEL.split(str(message.get("content", "")))
+    texts = [text.removesuffix("<|end|>") for text in parts[1::2]]
+    if message["role"] != "assistant" or before or not parts or FINAL in parts[:-2] or parts[-2] != FINAL:
+        return message
+    thought = {"thinking": "\n".join(texts[:-1])} if texts[:-1] else {}
+    return {**thought, **message, "content": texts[-1]}
 
 
 def _probe_turn(role: str) -> Message:

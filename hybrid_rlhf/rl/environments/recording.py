@@ -19,6 +19,7 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.chat.calls import AssistantTurn, function_names, read_reply
 from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.chat.reasoning import answer_of
 from hybrid_rlhf.data.chat.template import token_ids
 from hybrid_rlhf.generation.open_batch import TokenSource
 from hybrid_rlhf.generation.sampling import Completion, derive_seed
@@ -26,7 +27,7 @@ from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.episodes import Turns
 from hybrid_rlhf.rl.environments.observations import PLACEHOLDER, ids_after_turn
 from hybrid_rlhf.runtime.observability.logs import logger
-from hybrid_rlhf.serving.answers import thinking_marks
+from hybrid_rlhf.serving.answers import chat_template
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
 from hybrid_rlhf.serving.service import Job, Service
 
@@ -182,7 +183,8 @@ class EpisodeService(Service):
         tools = body.used_tools
         text = self.rendered(body, messages)
         names = function_names(tools)
-        marks = thinking_marks(body, self.tokenizer)
+        template = chat_template(body, self.tokenizer)
+        marks = None if template is None else template.thinking_marks
         for turn in reversed(self._turns) if body.add_generation_prompt and not body.continue_final_message else ():
             rest = self._after(turn, messages, body)
             if rest is not None:
@@ -239,7 +241,7 @@ class EpisodeService(Service):
         cut = min((place for place in map(text.find, stop) if place >= 0), default=len(text))
         forms = [text, text[:cut]]
         if prompt.marks is not None:
-            forms += [form.rpartition(prompt.marks[1])[2] for form in forms]
+            forms += [said for form in forms for said in (form.rpartition(prompt.marks[1])[2], answer_of(form))]
         replies = tuple(read_reply(form, prompt.names) for form in forms)
         said = str(self.tokenizer.decode(ids))
         self._turns.append(_Turn(prompt.text, prompt.messages, sequence.ids, said, replies, sequence))
