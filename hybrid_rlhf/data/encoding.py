@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os.path
+from collections import Counter
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import (
     EncodedSequence,
-    encode_completion,
+    completion_rows,
     encode_conversation,
     encode_prompt,
     encode_segments,
@@ -36,6 +37,8 @@ from hybrid_rlhf.data.rows.formats import (
     read_sft_row,
 )
 
+EARLIER_TURNS = "turns before the last of a completion"
+"""Name of those that are in the row without loss, in the column `ignored`."""
 _MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "responses")
 
 
@@ -118,7 +121,8 @@ def _encode_completions(
         empty = {"responses": [], "masks": [], "length": 0, "full_length": 0, "tokens": 0, "padded_tokens": 0}
         return {**empty, "cut": False, "usable": False, "ignored": "[]"}
     try:
-        encoded = [encode_completion(prompt, completion, tokenizer, tools=tools) for completion in completions]
+        rows = [completion_rows(prompt, completion, tokenizer, tools=tools) for completion in completions]
+        encoded = [of_completion[-1] for of_completion in rows]
         ignored = [
             unrendered(
                 [*prompt, *completion],
@@ -154,7 +158,9 @@ def _encode_completions(
         "padded_tokens": len(sequences) * length,
         "cut": cut,
         "usable": all(any(mask[1:]) for mask in masks),
-        "ignored": json.dumps([*chain.from_iterable(ignored)]),
+        "ignored": json.dumps(
+            [*chain.from_iterable(ignored), *(EARLIER_TURNS for of_completion in rows if len(of_completion) > 1)]
+        ),
     }
 
 
@@ -194,7 +200,7 @@ def require_rendered(location: str, row: Row, ignored: str) -> None:
     Raises:
         UserError: with the names of the column and the key.
     """
-    lost = next(filter(refused, json.loads(ignored)), None)
+    lost = next((key for key in json.loads(ignored) if refused(key) and key != EARLIER_TURNS), None)
     if lost is not None:
         key = "content" if lost.startswith("<think>") else lost.partition(" (")[0]
         columns = [name for name in row if name in _MESSAGE_COLUMNS]
@@ -210,3 +216,14 @@ def _has_key(value: Any, key: str) -> bool:
     if isinstance(value, list):
         return any(_has_key(item, key) for item in value)
     return isinstance(value, dict) and has_value(value, key)
+
+
+def earlier_turns_text(ignored: Counter[str]) -> str:
+    """The number of completions with turns that carry no loss, which it takes out; empty if there are none."""
+    count = ignored.pop(EARLIER_TURNS, 0)
+    if not count:
+        return ""
+    return (
+        f"{count:,} completions have turns before the last that carry no loss, as the chat template renders them "
+        "differently there: give those turns rows of their own, with the turns before them as the prompt"
+    )

@@ -25,6 +25,7 @@ from hybrid_rlhf.configs.sft import ConditionConfig
 from hybrid_rlhf.data.cache import cached_rows, tokenizer_key
 from hybrid_rlhf.data.chat.conversation import RULES_VERSION
 from hybrid_rlhf.data.encoding import (
+    earlier_turns_text,
     encode_conversation_row,
     encode_labelled_row,
     encode_preference_row,
@@ -61,6 +62,8 @@ class RowEncoding:
     """Name of the setting of the length limit."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings that the columns depend on."""
+    is_scored: bool = False
+    """True if the score of the whole conversation is learned, not the log-probs of completions."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ def load_reward_data(
     world: World,
 ) -> TokenizedData:
     """Columns of pairs, labels or steps (`encode_stepwise_row`); with several heads also `head`, the head's index."""
-    return _load(_reward_encoding(objective), config, tokenizer, config.max_length, seed, world)
+    encoding = replace(_reward_encoding(objective), is_scored=True)
+    return _load(encoding, config, tokenizer, config.max_length, seed, world)
 
 
 def _reward_encoding(preference: RewardObjectiveConfig) -> RowEncoding:
@@ -330,7 +334,7 @@ def _report(
     if held_out is None:
         held_out = train.select([])
     if world.is_main:
-        _report_templates(parts)
+        _report_templates(encoding, parts)
         logger.info(
             "%s data: %s training rows, %s held out; of all rows %s were truncated to %s tokens, %s dropped%s",
             encoding.name,
@@ -362,7 +366,7 @@ def _why_none(counts: RowCounts, config: DataConfig, too_long: str) -> str:
     )
 
 
-def _report_templates(parts: list[datasets.Dataset]) -> None:
+def _report_templates(encoding: RowEncoding, parts: list[datasets.Dataset]) -> None:
     """Log the effects of the chat template on conversations: turns in separate rows, keys that it does not render."""
     encoded = sum(map(len, parts))
     sources = sum(len(np.unique(column_array(part, "source_row"))) for part in parts)
@@ -377,6 +381,9 @@ def _report_templates(parts: list[datasets.Dataset]) -> None:
     for part in parts:
         for keys, count in zip(*np.unique(column_array(part, "ignored"), return_counts=True), strict=True):
             ignored.update({key: int(count) * number for key, number in Counter(json.loads(keys)).items()})
+    earlier = earlier_turns_text(ignored)
+    if earlier and not encoding.is_scored:
+        logger.warning("%s data: %s", encoding.name, earlier)
     if ignored:
         counts = ", ".join(f"{key} ({count:,})" for key, count in ignored.most_common())
         logger.warning(

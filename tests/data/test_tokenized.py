@@ -15,12 +15,14 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import hybrid_rlhf.data.tokenized as tokenized
+from hybrid_rlhf.configs.reward import RewardObjectiveConfig
 from hybrid_rlhf.configs.sections.data import DataSource, RowDataConfig
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data import encoding
 from hybrid_rlhf.data.collation import collate_preference_labels, collate_preferences
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.mismatched import with_mismatched_completions
+from hybrid_rlhf.data.preparation.checking import check_source
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.errors import user_error
 from tests.support.messages import assistant, user
@@ -374,6 +376,27 @@ def test_a_conversation_with_several_rows_is_split_as_one(
     lines = len(log_lines)
     load("sft", rows)
     assert any("reaches the model as" in line for line in log_lines[lines:]), "also when the rows come from the cache"
+
+
+def test_completions_with_turns_without_loss_are_counted(
+    load: Load, tokenizer: PreTrainedTokenizerFast, log_lines: list[str], write_jsonl: Callable[..., Path]
+) -> None:
+    """A template that renders them differently before the last turn: they had no loss, without a word."""
+    turns = [assistant("one"), user("and?"), assistant("two")]
+    rows = [{"prompt": f"question {i}", "chosen": turns, "rejected": "no"} for i in range(3)]
+    load("preference", rows)
+    report = check_source(str(write_jsonl(rows)), tokenizer=tokenizer)
+    assert not report.earlier_turns and not any("carry no loss" in line for line in log_lines)
+    tokenizer.chat_template = CHATML.replace("'<|im_end|>\n'", "('<|im_end|>\n' if loop.last else '<|endoftext|>')")
+    load("preference", rows)
+    assert sum("preference data: 3 completions have turns before the last" in line for line in log_lines) == 1
+    report = check_source(str(write_jsonl(rows)), tokenizer=tokenizer)
+    assert report.earlier_turns.startswith("3 completions have turns") and not report.unrendered
+    assert not check_source(str(write_jsonl(rows)), task="reward", tokenizer=tokenizer).earlier_turns
+    lines = len(log_lines)
+    config = RowDataConfig(sources=[str(write_jsonl(rows))], eval_fraction=0.0)
+    tokenized.load_reward_data(config, RewardObjectiveConfig(), tokenizer=tokenizer, seed=0, world=WORLD)
+    assert not any("carry no loss" in line for line in log_lines[lines:]), "a reward model reads all turns"
 
 
 def test_weights_and_unrendered_keys_reach_training(load: Load) -> None:

@@ -145,6 +145,8 @@ def _summary(report: CheckReport) -> list[str]:
         f"{_counted(report.too_long, 'row')}; with nothing to learn within the limit, dropped: "
         f"{_counted(report.unusable, 'row')}"
     )
+    if report.earlier_turns:
+        lines.append(report.earlier_turns)
     if report.unrendered:
         names = ", ".join(f"{name} ({count:,})" for name, count in report.unrendered.most_common())
         lines.append(f"does not reach the model as it is written: {names}")

@@ -130,7 +130,18 @@ def encode_completion(
     *,
     tools: Tools | None = None,
 ) -> EncodedSequence:
-    """Encode a prompt and its completion as one row; if the completion's turns need several rows, the last.
+    """The last of `completion_rows`, which has the whole conversation."""
+    return completion_rows(prompt, completion, tokenizer, tools=tools)[-1]
+
+
+def completion_rows(
+    prompt: Sequence[Message],
+    completion: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Tools | None = None,
+) -> list[EncodedSequence]:
+    """Encode a prompt and its completion, whose turns may need several rows; see `encode_conversation`.
 
     Raises:
         UserError: if the template rejects the messages.
@@ -138,7 +149,7 @@ def encode_completion(
     continued = continued_turn(prompt, completion)
     return encode_conversation(
         [*prompt, *completion], tokenizer, tools=tools, learn_from=len(prompt), continued=continued
-    )[-1]
+    )
 
 
 def completion_parts(

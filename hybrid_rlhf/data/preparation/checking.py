@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.reward import RewardObjectiveConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sft import SFTDataConfig
 from hybrid_rlhf.data.encoding import (
+    earlier_turns_text,
     encode_labelled_row,
     encode_preference_row,
     encode_prompt_row,
@@ -127,6 +128,8 @@ class CheckReport:
     """Number of encoded rows with nothing to learn within the limit: always dropped."""
     unrendered: Counter[str] = field(default_factory=Counter)
     """Number of parts that the chat template does not render, by key, role or `tools`."""
+    earlier_turns: str = ""
+    """The number of completions with turns that carry no loss."""
     previews: list[RowPreview] = field(default_factory=list)
     duplicates: RowProblems = field(default_factory=RowProblems)
     """Rows whose columns that the step reads equal those of an earlier row."""
@@ -190,6 +193,8 @@ def check_source(
         raise UserError(f"a data source must have rows, {found}: check the path")
     if report is not None:
         report.ties = ties
+        earlier = earlier_turns_text(report.unrendered)
+        report.earlier_turns = "" if report.task == "reward" else earlier
         _find_overlap(report, prompts, eval_sources)
     return report or CheckReport(path, task, limit or 0, problems=problems)
 
