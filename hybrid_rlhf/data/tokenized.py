@@ -37,7 +37,7 @@ from hybrid_rlhf.data.row_views import column_array
 from hybrid_rlhf.data.rows.conditional import ScoreBuckets, find_score_buckets
 from hybrid_rlhf.data.rows.counts import RowCounts
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.formats import head_index, read_ptx_row, read_sft_row
+from hybrid_rlhf.data.rows.formats import form_of, head_index, is_tie, mixed_forms_text, read_ptx_row, read_sft_row
 from hybrid_rlhf.data.rows.sources import open_source
 from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -64,6 +64,11 @@ class RowEncoding:
     """Further settings that the columns depend on."""
     is_scored: bool = False
     """True if the score of the whole conversation is learned, not the log-probs of completions."""
+
+    @property
+    def step(self) -> str:
+        """The step whose forms the rows have, a key of FORMS."""
+        return ("sft", "reward", "rl")[self.step_index]
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ def load_ptx_data(
 ) -> datasets.Dataset:
     """The rows of ptx.sources with the columns of SFT; none are held out."""
     encoding = RowEncoding(
-        "ptx", lambda p, row, t, limit: encode_conversation_row(p, read_ptx_row(p, row), t, limit), 2, "ptx.max_length"
+        "ptx", lambda p, row, t, limit: encode_conversation_row(p, read_ptx_row(p, row), t, limit), 0, "ptx.max_length"
     )
     parts = [_tokenize(encoding, s, config, tokenizer, ptx.max_length, world) for s in ptx.sources]
     blend = _blend(parts, ptx.sources, seed)
@@ -264,7 +269,7 @@ def _blend(parts: list[datasets.Dataset], sources: list[str | DataSource], seed:
 def _usable(part: datasets.Dataset) -> datasets.Dataset:
     """The usable rows, without the columns that describe the encoding."""
     usable = np.flatnonzero(column_array(part, "usable"))
-    return part.select(usable).remove_columns(["usable", "cut", "full_length", "ignored", "source_row"])
+    return part.select(usable).remove_columns(["usable", "cut", "full_length", "ignored", "source_row", "form"])
 
 
 def _tokenize(
@@ -283,11 +288,12 @@ def _tokenize(
     def make() -> Iterator[dict[str, Any]]:
         progress = ProgressLog(f"tokenising {rows.source.path}", total=rows.count())
         for number, (location, row) in enumerate(progress.track(rows)):
+            form = "" if encoding.step != "rl" and is_tie(row) else " + ".join(form_of(encoding.step, row) or ())
             for columns in encoding.encode(location, row, tokenizer, limit):
                 require_rendered(location, row, columns["ignored"])
                 if config.too_long == "drop" and columns["cut"]:
                     columns["usable"] = False
-                yield columns | {"source_row": number}
+                yield columns | {"source_row": number, "form": form}
 
     key = {
         "kind": encoding.name,
@@ -334,6 +340,11 @@ def _report(
     if held_out is None:
         held_out = train.select([])
     if world.is_main:
+        for source, part in zip(counts.sources, parts, strict=True):
+            first = np.unique(column_array(part, "source_row"), return_index=True)[1]
+            forms = Counter(column_array(part, "form")[first].tolist())
+            if mixed := mixed_forms_text(forms):
+                logger.warning("%s data: %s: %s", encoding.name, source, mixed)
         _report_templates(encoding, parts)
         logger.info(
             "%s data: %s training rows, %s held out; of all rows %s were truncated to %s tokens, %s dropped%s",

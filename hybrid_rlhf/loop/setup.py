@@ -16,7 +16,7 @@ from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.training import frozen_zero
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.chat.conversation import turn_end
-from hybrid_rlhf.data.chat.template import set_plain_template
+from hybrid_rlhf.data.chat.template import WITHOUT_TEMPLATE, set_plain_template
 from hybrid_rlhf.data.rows.conditional import CONDITION_FILE, ScoreBuckets
 from hybrid_rlhf.data.rows.counts import RowCounts
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
@@ -68,9 +68,10 @@ def start_step(config: StepConfig, run: Run, path: str | None) -> tuple[str, Pre
         set_plain_template(tokenizer)
         if run.world.is_main:
             logger.warning(
-                "%s has no chat template: turns become paragraphs that begin with Human: and Assistant:, and the saved "
-                "model has a template that writes these; set data.chat_template to a Jinja file for another format",
+                "%s %s, and the saved model has a template that writes these; set data.chat_template to a Jinja file "
+                "for another format",
                 config.model.path,
+                WITHOUT_TEMPLATE,
             )
     if run.world.is_main:
         if turn_end(tokenizer) is None:

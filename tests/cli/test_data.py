@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.commands import CommandLine
 from tests.support.messages import assistant, user
+from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 Write = Callable[..., Path]
 GOOD = {"messages": [user("hi"), assistant("hello\nyou")]}
@@ -56,7 +57,18 @@ def test_mixed_kinds_and_ties_are_said(write_jsonl: Write, cli: CommandLine, doc
     file = write_jsonl([GOOD, {"text": "plain"}, {"prompt": "q", "chosen": "a", "rejected": "b", "tie": True}])
     ended = cli(f"data check {file}")
     assert ended.code == 0 and "note: rows of 2 kinds are mixed" in ended.out
-    assert "1 row with tie true is left out" in ended.out and document(f"check {file}")[1]["ties"] == 1
+    found = document(f"check {file}")[1]
+    assert "1 row with tie true is left out" in ended.out and found["ties"] == 1
+    assert found["notes"] == ["rows of 2 kinds are mixed; a step reads each by its columns: messages (1), text (1)"]
+
+
+def test_a_tokenizer_without_a_chat_template_is_noted(write_jsonl: Write, tmp_path: Path, document: Document) -> None:
+    """Training warns of the paragraphs that it then writes; the check showed them without a word."""
+    tiny_tokenizer(None).save_pretrained(save_tiny(tmp_path / "model", tiny_model()))
+    (tmp_path / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    for row, notes in ((GOOD, 1), ({"text": "plain"}, 0)):
+        found = document(f"check {write_jsonl([row])} --tokenizer {tmp_path}/model")[1]
+        assert sum("has no chat template: turns become paragraphs" in note for note in found["notes"]) == notes
 
 
 def test_duplicates_and_held_out_prompts_are_reported_with_exit_code_1(

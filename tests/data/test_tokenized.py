@@ -378,23 +378,35 @@ def test_a_conversation_with_several_rows_is_split_as_one(
     assert any("reaches the model as" in line for line in log_lines[lines:]), "also when the rows come from the cache"
 
 
+def test_a_file_of_mixed_kinds_is_said(load: Load, log_lines: list[str]) -> None:
+    """`data check` noted it, training did not; the kinds of ties, and of the rows of other files, are not counted."""
+    tie = {"prompt": "question 9", "chosen": "a", "rejected": "b", "tie": True}
+    rows = [conversation(0), conversation(1), tie, {"text": "question 2"}]
+    load("sft", rows[:3])
+    assert not any("kinds are mixed" in line for line in log_lines)
+    for _ in range(2):
+        load("sft", rows)
+    said = "rows of 2 kinds are mixed; a step reads each by its columns: messages (2), text (1)"
+    assert sum(said in line for line in log_lines) == 2, "also when the rows come from the cache"
+
+
 def test_completions_with_turns_without_loss_are_counted(
-    load: Load, tokenizer: PreTrainedTokenizerFast, log_lines: list[str], write_jsonl: Callable[..., Path]
+    load: Load, tokenizer: PreTrainedTokenizerFast, log_lines: list[str], write_jsonl: Any, tmp_path: Path
 ) -> None:
     """A template that renders them differently before the last turn: they had no loss, without a word."""
     turns = [assistant("one"), user("and?"), assistant("two")]
     rows = [{"prompt": f"question {i}", "chosen": turns, "rejected": "no"} for i in range(3)]
     load("preference", rows)
     report = check_source(str(write_jsonl(rows)), tokenizer=tokenizer)
-    assert not report.earlier_turns and not any("carry no loss" in line for line in log_lines)
+    assert not report.notes and not any("carry no loss" in line for line in log_lines)
     tokenizer.chat_template = CHATML.replace("'<|im_end|>\n'", "('<|im_end|>\n' if loop.last else '<|endoftext|>')")
     load("preference", rows)
     assert sum("preference data: 3 completions have turns before the last" in line for line in log_lines) == 1
     report = check_source(str(write_jsonl(rows)), tokenizer=tokenizer)
-    assert report.earlier_turns.startswith("3 completions have turns") and not report.unrendered
-    assert not check_source(str(write_jsonl(rows)), task="reward", tokenizer=tokenizer).earlier_turns
+    assert report.notes[0].startswith("3 completions have turns") and not report.unrendered
+    assert not check_source(str(write_jsonl(rows)), task="reward", tokenizer=tokenizer).notes
     lines = len(log_lines)
-    config = RowDataConfig(sources=[str(write_jsonl(rows))], eval_fraction=0.0)
+    config = RowDataConfig(sources=[str(write_jsonl(rows))], eval_fraction=0.0, cache_dir=str(tmp_path / "scored"))
     tokenized.load_reward_data(config, RewardObjectiveConfig(), tokenizer=tokenizer, seed=0, world=WORLD)
     assert not any("carry no loss" in line for line in log_lines[lines:]), "a reward model reads all turns"
 

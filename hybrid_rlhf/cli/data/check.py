@@ -76,6 +76,7 @@ def _document(report: CheckReport) -> dict[str, Any]:
         "columns": dict(report.columns),
         "read_as": dict(report.forms),
         "ties": report.ties,
+        "notes": report.notes,
         "tokens": tokens,
         "previews": [
             {
@@ -131,8 +132,7 @@ def _summary(report: CheckReport) -> list[str]:
         lines.append(f"{_counted(count, 'row')} {'is' if count == 1 else 'are'} read as {form}")
     if report.ties:
         lines.append(f"{_counted(report.ties, 'row')} with tie true {'is' if report.ties == 1 else 'are'} left out")
-    if len(report.forms) > 1:
-        lines.append(f"note: rows of {len(report.forms)} kinds are mixed; a step reads each by its columns")
+    lines += [f"note: {note}" for note in report.notes]
     if not report.lengths:
         return lines
     lines.append(f"{sum(report.lengths):,} tokens in {_counted(len(report.lengths), 'row')}; lengths in tokens:")
@@ -145,8 +145,6 @@ def _summary(report: CheckReport) -> list[str]:
         f"{_counted(report.too_long, 'row')}; with nothing to learn within the limit, dropped: "
         f"{_counted(report.unusable, 'row')}"
     )
-    if report.earlier_turns:
-        lines.append(report.earlier_turns)
     if report.unrendered:
         names = ", ".join(f"{name} ({count:,})" for name, count in report.unrendered.most_common())
         lines.append(f"does not reach the model as it is written: {names}")

@@ -39,7 +39,7 @@ from hybrid_rlhf.data.chat.template import (
 )
 from hybrid_rlhf.runtime.observability.logs import shortened
 
-RULES_VERSION = 10
+RULES_VERSION = 11
 """Part of the cache key of tokenised rows; increase it when tokenisation changes."""
 _OPEN = "<think>"
 _CLOSE = "</think>"

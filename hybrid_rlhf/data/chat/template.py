@@ -50,6 +50,7 @@ _PLAIN = (
     "{{- 'Assistant:' if add_generation_prompt else '' -}}"
 )
 """What `render` writes without a template, as one."""
+WITHOUT_TEMPLATE = "has no chat template: turns become paragraphs that begin with Human: and Assistant:"
 _NEAREST = {
     "system": ("system",),
     "developer": ("developer", "system"),

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +21,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.reward import RewardObjectiveConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sft import SFTDataConfig
+from hybrid_rlhf.data.chat.template import WITHOUT_TEMPLATE, is_plain
 from hybrid_rlhf.data.encoding import (
     earlier_turns_text,
     encode_labelled_row,
@@ -32,7 +33,11 @@ from hybrid_rlhf.data.encoding import (
 from hybrid_rlhf.data.preparation.splitting import prompt_key
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import (
+    FORMS,
+    STEPS,
+    form_of,
     is_tie,
+    mixed_forms_text,
     read_label,
     read_labelled_row,
     read_preference_row,
@@ -51,46 +56,19 @@ Read = Callable[[str, Row], Any]
 Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class RowForm:
-    """Columns that a step accepts together, and the functions that read and encode them."""
-
-    columns: tuple[str, ...]
-    read: Read
-    encode: Encode
-
-
-_PAIRS = (
-    RowForm(("prompt", "responses", "ranks"), read_preference_row, encode_preference_row),
-    RowForm(("prompt", "completion", "label"), read_labelled_row, encode_labelled_row),
-    RowForm(("messages", "label"), read_labelled_row, encode_labelled_row),
-    RowForm(("prompt", "chosen", "rejected"), read_preference_row, encode_preference_row),
-    RowForm(("chosen", "rejected"), read_preference_row, encode_preference_row),
-)
-_STEPS = ("prompt", "completions", "labels")
 _ANSWER = re.compile(
     r"(\w+_)?(responses?|outputs?|completions?|chosen|rejected|preferred|generations?)(_?\w+)?|kto_tag"
 )
 """Columns with answers of models, from which a task is not guessed to be RL."""
 _encode_steps = partial(encode_stepwise_row, separator=RewardObjectiveConfig().step_separator)
-FORMS: dict[CheckedTask, tuple[RowForm, ...]] = {
-    "reward": (RowForm(_STEPS, read_stepwise_row, _encode_steps), *_PAIRS),
-    "preference": _PAIRS,
-    "sft": tuple(
-        RowForm(columns, read_sft_row, encode_sft_row)
-        for columns in (
-            ("messages",),
-            ("prompt", "completion"),
-            ("prompt", "chosen"),
-            ("chosen",),
-            ("text",),
-            ("segments",),
-        )
-    ),
-    "rl": tuple(RowForm(columns, read_prompt_row, encode_prompt_row) for columns in (("prompt",), ("messages",))),
+_READERS: dict[str, tuple[Read, Encode]] = {
+    "sft": (read_sft_row, encode_sft_row),
+    "rl": (read_prompt_row, encode_prompt_row),
+    "labelled": (read_labelled_row, encode_labelled_row),
+    "pairs": (read_preference_row, encode_preference_row),
+    "steps": (read_stepwise_row, _encode_steps),
 }
-"""The forms of each step's rows, in the reader's order of preference. Steps are in the order in which they are guessed,
-because a row with more columns also fits later steps."""
+"""The functions that read and encode rows of each kind."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +106,8 @@ class CheckReport:
     """Number of encoded rows with nothing to learn within the limit: always dropped."""
     unrendered: Counter[str] = field(default_factory=Counter)
     """Number of parts that the chat template does not render, by key, role or `tools`."""
-    earlier_turns: str = ""
-    """The number of completions with turns that carry no loss."""
+    notes: list[str] = field(default_factory=list)
+    """What is to be known about the rows and is no problem."""
     previews: list[RowPreview] = field(default_factory=list)
     duplicates: RowProblems = field(default_factory=RowProblems)
     """Rows whose columns that the step reads equal those of an earlier row."""
@@ -182,7 +160,7 @@ def check_source(
         report.columns.update(row.keys())
         with problems.collected():
             form = _check_row(report, location, row, tokenizer, previews)
-            read = {name: row[name] for name in (*form.columns, "tools") if name in row}
+            read = {name: row[name] for name in (*form, "tools") if name in row}
             earlier = seen.setdefault(_digest(read), location)
             if earlier != location:
                 report.duplicates.add(UserError(f"{location} repeats {earlier}"))
@@ -194,9 +172,20 @@ def check_source(
     if report is not None:
         report.ties = ties
         earlier = earlier_turns_text(report.unrendered)
-        report.earlier_turns = "" if report.task == "reward" else earlier
+        notes = [
+            mixed_forms_text(report.forms),
+            f"the tokenizer {WITHOUT_TEMPLATE}; give --chat_template FILE for another format"
+            * _has_plain_turns(report, tokenizer),
+            earlier * (report.task != "reward"),
+        ]
+        report.notes = [note for note in notes if note]
         _find_overlap(report, prompts, eval_sources)
     return report or CheckReport(path, task, limit or 0, problems=problems)
+
+
+def _has_plain_turns(report: CheckReport, tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Return True if turns are rendered by a tokenizer without a chat template."""
+    return tokenizer is not None and is_plain(tokenizer) and bool(report.forms.keys() - {"text", "segments"})
 
 
 def histogram(lengths: Sequence[int], *, bins: int = 10) -> list[tuple[int, int, int]]:
@@ -209,9 +198,9 @@ def histogram(lengths: Sequence[int], *, bins: int = 10) -> list[tuple[int, int,
 def _guessed(location: str, row: Row) -> CheckedTask:
     if published_format(row) is not None:
         raise unreadable_row_error(location, row, [])
-    for task, forms in FORMS.items():
-        form = _form(forms, row)
-        if form is None or (form.columns == ("messages", "label") and read_label(row["label"]) is None):
+    for task in FORMS:
+        form = form_of(task, row)
+        if form is None or (form == ("messages", "label") and read_label(row["label"]) is None):
             continue
         answer = next(filter(_ANSWER.fullmatch, row), None) if task == "rl" else None
         if answer is not None:
@@ -220,8 +209,8 @@ def _guessed(location: str, row: Row) -> CheckedTask:
                 "give --task rl to pass it to reward functions"
             )
         # The reward model and preference losses read the same pairs.
-        return "preference" if task == "reward" and form.columns != _STEPS else task
-    wanted = [" + ".join(form.columns) for forms in FORMS.values() for form in forms]
+        return "preference" if task == "reward" and form != STEPS else cast(CheckedTask, task)
+    wanted = [" + ".join(form) for forms in FORMS.values() for form in forms]
     raise unreadable_row_error(location, row, list(dict.fromkeys(wanted)))
 
 
@@ -229,8 +218,10 @@ def _default_limit(task: CheckedTask) -> int:
     return RolloutConfig().max_prompt_tokens if task == "rl" else SFTDataConfig().max_length
 
 
-def _form(forms: Sequence[RowForm], row: Row) -> RowForm | None:
-    return next((form for form in forms if set(form.columns) <= set(row)), None)
+def _readers(task: CheckedTask, form: tuple[str, ...]) -> tuple[Read, Encode]:
+    if task in ("sft", "rl"):
+        return _READERS[task]
+    return _READERS["labelled" if "label" in form else "steps" if form == STEPS else "pairs"]
 
 
 def _find_overlap(report: CheckReport, prompts: Mapping[bytes, str], eval_sources: Sequence[str]) -> None:
@@ -249,15 +240,15 @@ def _digest(content: Any) -> bytes:
 
 def _check_row(
     report: CheckReport, location: str, row: Row, tokenizer: PreTrainedTokenizerBase | None, previews: int
-) -> RowForm:
-    forms = FORMS[report.task]
-    form = _form(forms, row)
+) -> tuple[str, ...]:
+    form = form_of(report.task, row)
     if form is None:
-        raise unreadable_row_error(location, row, [" + ".join(form.columns) for form in forms])
+        raise unreadable_row_error(location, row, [" + ".join(form) for form in FORMS[report.task]])
+    read, encode = _readers(report.task, form)
     if tokenizer is None:
-        form.read(location, row)
+        read(location, row)
     else:
-        encoded = form.encode(location, row, tokenizer, report.limit)
+        encoded = encode(location, row, tokenizer, report.limit)
         for encoded_row in encoded:
             require_rendered(location, row, encoded_row["ignored"])
         report.lengths += [encoded_row["full_length"] for encoded_row in encoded]
@@ -268,7 +259,7 @@ def _check_row(
             report.previews += [
                 _preview(location, *part, tokenizer) for encoded_row in encoded for part in _sequences(encoded_row)
             ]
-    report.forms[" + ".join(form.columns)] += 1
+    report.forms[" + ".join(form)] += 1
     return form
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -58,6 +59,23 @@ _OF_ALL_ROWS = {
     "rejected_tools": "remove the column if both answers have the same tools, or remove the row",
 }
 """Columns of ms-swift that change how a row is rendered, and what to do instead."""
+
+STEPS = ("prompt", "completions", "labels")
+_PAIRS = (
+    ("prompt", "responses", "ranks"),
+    ("prompt", "completion", "label"),
+    ("messages", "label"),
+    ("prompt", "chosen", "rejected"),
+    ("chosen", "rejected"),
+)
+FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "reward": (STEPS, *_PAIRS),
+    "preference": _PAIRS,
+    "sft": (("messages",), ("prompt", "completion"), ("prompt", "chosen"), ("chosen",), ("text",), ("segments",)),
+    "rl": (("prompt",), ("messages",)),
+}
+"""The columns of each step's rows, in the reader's order of preference. Steps are in the order in which they are
+guessed, because a row with more columns also fits later steps."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +136,18 @@ class PromptRow:
     columns: dict[str, Any]
     """Other columns of the row; they include `tools`, as stored."""
     tools: Tools | None = None
+
+
+def form_of(step: str, row: Row) -> tuple[str, ...] | None:
+    """The columns by which a step reads a row, a value of `FORMS`; None if it has none of them."""
+    return next((columns for columns in FORMS[step] if set(columns) <= set(row)), None)
+
+
+def mixed_forms_text(forms: Counter[str]) -> str:
+    """The numbers of rows of different forms in a source; empty if all have one. A row without a name is left out."""
+    named = [(form, count) for form, count in forms.most_common() if form]
+    kinds = ", ".join(f"{form} ({count:,})" for form, count in named)
+    return f"rows of {len(named)} kinds are mixed; a step reads each by its columns: {kinds}" * (len(named) > 1)
 
 
 def is_tie(row: Row) -> bool:
