@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hybrid_rlhf.data.preparation.conversion.converting import convert
 from hybrid_rlhf.data.rows.formats import (
     read_labelled_row,
     read_preference_row,
@@ -260,6 +261,16 @@ def calls_of(*ids: str | None, names: tuple[str, ...] = ("sky", "sea", "sun")) -
 
 def result_of(content: str, **keys: Any) -> dict[str, Any]:
     return {"role": "tool", **keys, "content": content}
+
+
+def test_results_have_the_names_of_their_calls(write_jsonl: Any, tmp_path: Any) -> None:
+    """data convert named them, training did not: templates that read the names gave other tokens."""
+    row = {"messages": [USER, calls_of("a", "b"), result_of("y", tool_call_id="b"), result_of("x"), ANSWER]}
+    read = read_sft_row("f:1", row).messages
+    assert read[2:4] == [result_of("x", name="sky"), result_of("y", name="sea", tool_call_id="b")]
+    convert(str(write_jsonl([row])), tmp_path / "o.jsonl", format="auto", ranked_as="ranks", skip_bad=False)
+    ((_, converted),) = open_source(str(tmp_path / "o.jsonl"))
+    assert converted["messages"] == read_sft_row("f:1", converted).messages == read
 
 
 def test_results_are_in_the_order_of_their_calls() -> None:

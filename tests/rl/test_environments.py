@@ -48,6 +48,7 @@ from hybrid_rlhf.runtime.world import World
 from tests.support.ahead import rollout_line
 from tests.support.errors import user_error
 from tests.support.families import variant
+from tests.support.messages import user
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import chat_row, episode_parts, whole
 from tests.support.routes import module_routes
@@ -502,6 +503,21 @@ def test_reset_may_give_the_prompt(build: Any) -> None:
         rollout = parts.sampler.sample(PROMPTS, step=1)
         ids = encode_prompt(expected, tiny_tokenizer())
         assert all(rollout.input_ids[place, : turns_of(rollout, place)[0][0]].tolist() == ids for place in range(6))
+
+
+def test_results_that_reset_gives_follow_their_calls(build: Any) -> None:
+    """As in rows of data: templates pair them with calls by their order."""
+    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": {}}} for name in "ab"]
+    results = [{"role": "tool", "tool_call_id": name, "content": name.upper()} for name in "ab"]
+    asked: list[Any] = [user("?"), {"role": "assistant", "tool_calls": calls}]
+    sampling = replace(SAMPLING, max_prompt_tokens=400)
+    parts = build(options={"opening": [*asked, *reversed(results)]}, max_turns=1, sampling=sampling)
+    rollout = parts.sampler.sample(PROMPTS[:1], step=1)
+    ids = encode_prompt([*asked, *results], tiny_tokenizer())
+    assert rollout.input_ids[0, : turns_of(rollout, 0)[0][0]].tolist() == ids
+    parts = build(options={"opening": [*asked, results[0], results[0]]}, max_turns=1, sampling=sampling)
+    with user_error("reset: each result of a turn's tool calls must have the 'tool_call_id' of one"):
+        parts.sampler.sample(PROMPTS[:1], step=1)
 
 
 @pytest.mark.parametrize(

@@ -90,16 +90,12 @@ def read_message(location: str, message: Any) -> Message:
     return read
 
 
-def with_ordered_results(location: str, messages: Sequence[Message], *, named: bool = False) -> list[Message]:
-    """Messages with the results of each turn's calls in the order of the calls, by which some chat templates pair them.
-
-    Args:
-        location: location of the messages for errors.
-        messages: messages that `read_message` has read.
-        named: give each result without a name that of its call.
+def with_ordered_results(location: str, messages: Sequence[Message]) -> list[Message]:
+    """Messages with the results of each turn's calls in the order of the calls, and with their names: chat templates
+    pair them by either.
 
     Raises:
-        UserError: if the call of a result cannot be found by `tool_call_id`, name or order.
+        UserError: naming `location`, if the call of a result cannot be found by `tool_call_id`, name or order.
     """
     ordered: list[Message] = []
     place = 0
@@ -119,7 +115,7 @@ def with_ordered_results(location: str, messages: Sequence[Message], *, named: b
             continue
         owners = _calls_of_results(location, calls, results)
         for owner, result in sorted(zip(owners, results, strict=True), key=lambda pair: pair[0] or 0):
-            name = {} if owner is None or not named else {"name": calls[owner]["function"]["name"]}
+            name = {} if owner is None else {"name": calls[owner]["function"]["name"]}
             ordered.append({"role": result["role"], **name, **result})
     return ordered
 

@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.parsing.values import is_text
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
-from hybrid_rlhf.data.chat.messages import ROLES, Message, read_message, row_tools
+from hybrid_rlhf.data.chat.messages import ROLES, Message, read_message, row_tools, with_ordered_results
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
 from hybrid_rlhf.loop.user_code import describe_error
 from hybrid_rlhf.rl.batch import Episode
@@ -129,6 +129,7 @@ class EnvironmentRunner(EpisodeRunner):
             return CallFailure(f"reset must return messages, a text or None, it returned {shortened(repr(opening))}")
         try:
             read = [read_message("reset", message) for message in cast(list[Message], messages)]
+            read = with_ordered_results("reset", read)
             ids = encode_prompt(read, self._tokenizer, tools=row_tools("the row", dict(row)))
         except UserError as error:
             return CallFailure(str(error))

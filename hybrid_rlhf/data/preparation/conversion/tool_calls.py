@@ -66,7 +66,7 @@ def with_tool_calls(location: str, messages: Sequence[Any]) -> list[Message]:
         if is_call and read and read[-1]["role"] == "assistant":
             turns = [_joined(location, read.pop(), turns[0], marked=any(key in message for key in LOSS_KEYS))]
         read += turns
-    return with_ordered_results(location, read, named=True)
+    return with_ordered_results(location, read)
 
 
 def _joined(location: str, before: Message, call: Message, *, marked: bool) -> Message:
