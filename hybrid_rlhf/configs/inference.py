@@ -6,6 +6,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from hybrid_rlhf.configs.credentials import expanded, is_own_host
+from hybrid_rlhf.configs.sections.rewards import VERIFIERS, require_output
 from hybrid_rlhf.configs.sections.rules import (
     Count,
     FloatType,
@@ -20,6 +21,7 @@ from hybrid_rlhf.configs.sections.rules import (
     setting,
 )
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 
 _SERVE_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GENERATING_KEYS = (
@@ -310,6 +312,8 @@ class EvaluateConfig(InferenceConfig):
     """Judge of win_rate."""
     reward: str | None = None
     """Reward for pass_rate: a function as module:function or path/to/file.py:function, or a verifier, math or code."""
+    sandbox: SandboxConfig = advanced(SandboxConfig())
+    """Where and within which limits a verifier runs programs."""
     pass_score: float = 1.0
     """Completions with at least this reward pass."""
     k: list[int] = [1]
@@ -351,6 +355,12 @@ class EvaluateConfig(InferenceConfig):
             self.chosen == "win_rate" or self.judge == JudgeConfig(),
             f"judge goes with win_rate, got {self.judge.model or self.judge.url}: give --against, or leave it out",
         )
+        require(
+            self.reward in VERIFIERS or self.sandbox == SandboxConfig(),
+            f"sandbox goes with the rewards {' and '.join(VERIFIERS)}, got {self.reward}: leave it out",
+        )
+        if self.reward in VERIFIERS:
+            require_output(self.sandbox, str(self.reward))
         if self.chosen == "win_rate":
             require(
                 self.judge.model is not None or self.judge.url is not None,

@@ -14,7 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid_rlhf.cli.saved_models.evaluation import pass_rate
 from hybrid_rlhf.cli.saved_models.evaluation.results import Estimate, bootstrap, pass_at_k, wilson
+from hybrid_rlhf.configs.inference import EvaluateConfig
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.head_check import module_logprobs
@@ -240,6 +244,14 @@ def test_a_verifier_gives_the_reason_of_each_score(
     assert [row["reasons"] for row in found["rows"]] == [["no_answer: it has no fenced block of code"] * 2] * 2
 
 
+def test_a_verifier_s_sandbox_has_the_keys_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without isolation could train with `limits_alone`, and not evaluate."""
+    monkeypatch.setattr(pass_rate, "VerifierReward", lambda config, device: config)
+    sandbox = SandboxConfig(limits_alone=True)
+    config = EvaluateConfig(path="m", data=["rows.jsonl"], reward="code", sandbox=sandbox)
+    assert pass_rate._verified_reward(config) == RewardComponentConfig(verifier="code", sandbox=sandbox)
+
+
 def test_estimates() -> None:
     assert [pass_at_k(5, c, 2) for c in range(6)] == pytest.approx([0, 0.4, 0.7, 0.9, 1.0, 1.0])
     assert [pass_at_k(10, 3, k) for k in (1, 8)] == pytest.approx([0.3, 1.0])
@@ -351,6 +363,8 @@ def test_a_task_that_is_not_there_is_one_line(model_folder: Path, cli: CommandLi
         ("--data {data} --judge.model a --judge.url b", "judge takes one of model and url"),
         ("--data {data} --against x --reward a:b", "one measure at a time, got against and reward"),
         ("--data {data} --measure pass_rate", "pass_rate needs --reward"),
+        ("--data {data} --reward a:b --sandbox.strict true", "sandbox goes with the rewards math and code, got a:b"),
+        ("--data {data} --reward code --sandbox.output_bytes 9", "sandbox.output_bytes of code is 9: give 1024"),
         ("--data {data} --reward a:b --k 4", "k must be at most sampling.n 1"),
         ("--data {data} --measure accuracy", "a reward model must have a score head"),
         ("--data {data} --reward {rewards}:absent", "absent needs the column gold, the data has prompt"),

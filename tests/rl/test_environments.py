@@ -44,6 +44,7 @@ from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.runtime.command_line import parse_config
+from hybrid_rlhf.runtime.sandbox import local
 from hybrid_rlhf.runtime.world import World
 from tests.support.ahead import rollout_line
 from tests.support.errors import user_error
@@ -691,6 +692,16 @@ def test_python_is_a_tool_in_the_sandbox() -> None:
     assert game.step("so <answer>eighty</answer>") == StepResult(None, 0.0, True)
     with user_error("cannot be made with the options .*memory_gb"):
         read_environment(EnvironmentConfig(path=path, options={"sandbox": {"memory_gb": 1}}))
+
+
+def test_a_tool_that_cannot_be_isolated_ends_the_run_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the first program, and with the sandbox's own advice, which is no advice about the options."""
+    monkeypatch.setattr(local, "_candidates", list)
+    path = "hybrid_rlhf.rl.environments.python_tool:PythonTool"
+    options = {"sandbox": {"timeout_seconds": 7.5}}  # another sandbox than those of other tests
+    with user_error(f"^environment.path: {path}: programs of a model run in namespaces.*: install bubblewrap") as told:
+        read_environment(EnvironmentConfig(path=path, options=options))
+    assert "environment.options" not in str(told.value)
 
 
 def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

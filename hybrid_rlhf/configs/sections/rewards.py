@@ -104,11 +104,7 @@ class RewardComponentConfig(Settings):
         else:
             rule = f"{self.label} is a verifier, which has no retries and limits programs by sandbox.timeout_seconds"
             require_defaults(self, ["timeout_seconds", "retries"], rule)
-            require(
-                self.sandbox.output_bytes >= LEAST_OUTPUT_BYTES,
-                f"a verifier reads results from the output, sandbox.output_bytes of {self.label} is "
-                f"{self.sandbox.output_bytes}: give {LEAST_OUTPUT_BYTES} or more",
-            )
+            require_output(self.sandbox, self.label)
         require(
             not self.partial or self.verifier == "code",
             f"partial goes with verifier code, got {self.verifier}: leave it out",
@@ -131,6 +127,19 @@ class RewardComponentConfig(Settings):
         if self.function:
             return self.function.rpartition(":")[2]
         return host_of(self.urls[0])
+
+
+def require_output(sandbox: SandboxConfig, verifier: str) -> None:
+    """Check that a sandbox keeps the output that a verifier reads.
+
+    Raises:
+        UserError: if it keeps less.
+    """
+    require(
+        sandbox.output_bytes >= LEAST_OUTPUT_BYTES,
+        f"a verifier reads results from the output, sandbox.output_bytes of {verifier} is {sandbox.output_bytes}: give "
+        f"{LEAST_OUTPUT_BYTES} or more",
+    )
 
 
 def require_distinct_names(components: Sequence[RewardComponentConfig]) -> None:

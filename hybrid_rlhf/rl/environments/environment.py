@@ -75,6 +75,8 @@ def read_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         )
     try:
         stops = getattr(kind(**config.options), "stop_strings", ())
+    except UserError as error:
+        raise UserError(f"environment.path: {config.path}: {error}") from error
     except Exception as error:  # noqa: BLE001 - the user's own code
         raise UserError(
             f"environment.path: {config.path} cannot be made with the options {config.options} "

@@ -20,7 +20,7 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
     Raises:
         UserError: when the function cannot be imported, or the reward fails for a completion.
     """
-    reward = _verified_reward(str(config.reward))
+    reward = _verified_reward(config)
     prompts = read_prompts(config)
     reward.require_columns(row.columns for _, row in prompts)
     samples = complete(config, prompts)
@@ -61,8 +61,8 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
     )
 
 
-def _verified_reward(name: str) -> FunctionReward | VerifierReward:
+def _verified_reward(config: EvaluateConfig) -> FunctionReward | VerifierReward:
     device = torch.device("cpu")
-    if name in VERIFIERS:
-        return VerifierReward(RewardComponentConfig(verifier=name), device=device)
-    return FunctionReward(RewardComponentConfig(function=name), device=device)
+    if config.reward in VERIFIERS:
+        return VerifierReward(RewardComponentConfig(verifier=config.reward, sandbox=config.sandbox), device=device)
+    return FunctionReward(RewardComponentConfig(function=config.reward), device=device)
