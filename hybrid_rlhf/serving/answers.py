@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.data.chat.calls import ToolCall, function_names
 from hybrid_rlhf.data.chat.reasoning import text_decoder
-from hybrid_rlhf.data.chat.template import FINAL, ChatTemplate, is_plain
+from hybrid_rlhf.data.chat.template import ChatTemplate, is_plain
 from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
 from hybrid_rlhf.serving.service import BatchEnded, Job, TokenStream
@@ -73,7 +73,7 @@ class Answer:
         names = function_names(body.used_tools) if isinstance(body, ChatBody) else frozenset[str]()
         template = chat_template(body, tokenizer)
         marks = None if template is None else template.thinking_marks
-        header = FINAL if template is not None and template.has_channels else ""
+        header = "" if template is None or template.channels is None else template.channels.answer
         self._shown_text = text_decoder(tokenizer, body.used_tools) if isinstance(body, ChatBody) else None
         """Text without special tokens, but with marks of reasoning; None: without any."""
         is_open = False  # the prompt does not end within the reasoning

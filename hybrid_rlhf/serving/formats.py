@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.data.chat.template import FINAL, ChatTemplate, special_tokens
+from hybrid_rlhf.data.chat.template import Channels, ChatTemplate, special_tokens
 from hybrid_rlhf.generation.batching.grammar import json_rule, source_of
 from hybrid_rlhf.serving.bodies import ChatBody, GenerationBody, KeyRejected
 
@@ -57,20 +57,21 @@ def response_format(
     else:
         return None
     tail = str(tokenizer.decode(prompt[-_MARK_TOKENS:]))
-    if template is not None and template.has_channels:
-        start = ["start: body"] if required else _channel_rules(template, tail, tokenizer)
+    if template is not None and template.channels is not None:
+        start = ["start: body"] if required else _channel_rules(template, template.channels, tail, tokenizer)
     else:
         start = _start_rules(None if template is None else template.thinking_marks, tail, tokenizer)
     return {"type": "lark", "lark": "\n".join([*start, *rules])}
 
 
-def _channel_rules(template: ChatTemplate, tail: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _channel_rules(
+    template: ChatTemplate, channels: Channels, tail: str, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
     """Rules up to the rule `body` of an answer in its channel, which reasoning in another may precede."""
-    marks = template.thinking_marks or ("", "")
-    opened, closed = map(tail.rfind, marks)
+    opened, closed = tail.rfind(channels.reasoning), tail.rfind(channels.end)
     opening, closing, header = (
         " ".join(_literal(part, tokenizer) for part in re.split(f"({template.special.pattern})", text) if part)
-        for text in (*marks, FINAL)
+        for text in (channels.reasoning, channels.end, channels.answer)
     )
     start = "think" if opened > closed else f"({opening} think)?"
     return [f"start: {start} {header} body", f"think: /(.|\\n)*/ {closing}"]

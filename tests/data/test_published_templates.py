@@ -22,7 +22,9 @@ from renderers import Renderer, config_from_name, create_renderer
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.chat.conversation import completion_text, encode_conversation
 from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, is_learned
+from hybrid_rlhf.data.chat.reasoning import answer_of
 from hybrid_rlhf.data.chat.template import ChatTemplate
 from hybrid_rlhf.data.chat.unrendered import refused
 from hybrid_rlhf.data.encoding import encode_labelled_row, encode_preference_row, encode_prompt_row, encode_sft_row
@@ -239,6 +241,19 @@ def test_the_loss_is_where_renderers_have_it(count: int) -> None:
 @pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.faults)])
 def test_answers_of_pairs_stand_behind_their_prompt(count: int) -> None:
     sized(check_pairs, published_templates(), count, usual=True)()
+
+
+def test_the_answer_in_the_text_of_a_completion_is_its_content() -> None:
+    """Whatever marks reasoning: rewards and verifiers would judge drafts."""
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "w1x", "reasoning_content": "w2x"}]
+    found = {}
+    for name in published_templates():
+        tokenizer = published_tokenizer(name, "bytes")
+        row = encode_conversation(turns, tokenizer)[-1]
+        if "w2x" in tokenizer.decode(row.input_ids):
+            learned = [token for token, loss in zip(row.input_ids, row.loss_mask, strict=True) if loss]
+            found[name] = answer_of(completion_text(learned, tokenizer)).strip()
+    assert len(found) > 20 and set(found.values()) == {"w1x"}, found
 
 
 def test_packages_publish_templates() -> None:

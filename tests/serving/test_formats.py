@@ -179,7 +179,12 @@ def test_reasoning_is_free_and_the_answer_follows_the_schema(
 def test_an_answer_in_its_channel_follows_the_schema(prompt: str, answer: str, is_valid: bool) -> None:
     """gpt-oss: the schema began before the header of the channel."""
     special = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>")
-    template = CHATML + f"{{% if false %}}{ANALYSIS}{FINAL}{{% endif %}}"
+    thought = f"('{ANALYSIS}' + m.reasoning_content + '{NEXT}' if m.reasoning_content else '') + '{FINAL}'"
+    template = (
+        "{% for m in messages %}{{ '<|start|>' + m.role + "
+        f"({thought} if m.role == 'assistant' else '<|message|>') + m.content + '<|end|>' }}}}{{% endfor %}}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+    )
     assert _follows_schema(tokenizer_of(template, special), prompt, answer) == is_valid
 
 

@@ -13,20 +13,20 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.data.chat.messages import Tools
-from hybrid_rlhf.data.chat.template import CLOSES_THINKING, FINAL, ChatTemplate, special_tokens
+from hybrid_rlhf.data.chat.template import CLOSES_THINKING, ChatTemplate, special_tokens
 
-_CLOSES = re.compile(f".*(?:{CLOSES_THINKING.pattern}|{re.escape(FINAL)})", re.DOTALL | re.IGNORECASE)
+_ANSWERS = r"<\|channel\|>final<\|message\|>| to=user<\|message\|>"
+"""Headers of answers: of gpt-oss, of Muse Glimmer."""
+_CLOSES = re.compile(f".*(?:{CLOSES_THINKING.pattern}|{_ANSWERS})", re.DOTALL | re.IGNORECASE)
 
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None) -> Callable[[Sequence[int]], str]:
     """A function of token ids that returns their text without special tokens, but with the template's marks of
     reasoning."""
     template = ChatTemplate.of(tokenizer, tools)
-    marks = None if template is None else template.thinking_marks
+    marks = () if template is None else template.channels or template.thinking_marks or ()
     special = special_tokens(tokenizer) if marks else ()
-    shown = [token for token in special if token in (marks or ())]
-    if template is not None and template.has_channels:
-        shown = [token for token in special if token in "".join(template.thinking_marks or ())]
+    shown = [token for token in special if any(token in mark for mark in marks)]
     if not shown:
         return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
     skipped = {*tokenizer.convert_tokens_to_ids(list(special))} - {*tokenizer.convert_tokens_to_ids(shown)}

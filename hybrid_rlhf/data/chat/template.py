@@ -16,7 +16,7 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jinja2
@@ -73,10 +73,6 @@ THINKING_MARK = re.compile(
     rf"<[\w:]*think\w*>|\[THINK\]|◁think▷|<\|channel>\w+|{CLOSES_THINKING.pattern}", re.IGNORECASE
 )
 """The texts that open or close it."""
-_ANALYSIS = "<|channel|>analysis<|message|>"
-FINAL = "<|channel|>final<|message|>"
-"""Text before the answer in templates with channels (gpt-oss)."""
-_CHANNEL = re.compile(f"(?:^|<\\|start\\|>assistant)({re.escape(_ANALYSIS)}|{re.escape(FINAL)})")
 _PROBE = "q7saidq7"
 """Content that no template contains."""
 _UNFINISHED = "q7goesonq7 "
@@ -94,6 +90,27 @@ _CALL: Message = {
         {"type": "function", "id": _CALL_ID, "function": {"name": "q7nameq7", "arguments": {"k": _PROBE}}},
     ],
 }
+
+
+class Channels(NamedTuple):
+    """The headers of the messages of which a turn consists (gpt-oss, Muse Glimmer)."""
+
+    reasoning: str
+    """Text before reasoning."""
+    answer: str
+    """Text before the answer."""
+    end: str
+    """Text between the messages of a turn."""
+
+    def apart(self, message: Message) -> Message:
+        """A turn whose content is the text of a completion, with reasoning and answer under their keys."""
+        headers = f"{re.escape(self.reasoning)}|{re.escape(self.answer)}"
+        before, *parts = re.split(f"(?:^|{re.escape(self.end)})({headers})", str(message["content"]))
+        if before or not parts or self.answer in parts[:-2] or parts[-2] != self.answer:
+            return message
+        texts = parts[1::2]
+        thought = {REASONING_KEYS[0]: "\n".join(texts[:-1])} if texts[:-1] else {}
+        return {**thought, **message, "content": texts[-1]}
 
 
 class ChatTemplate:
@@ -144,17 +161,28 @@ class ChatTemplate:
         return self._render(self._normalised(messages), tools, add_generation_prompt, variables)[0]
 
     @cached_property
-    def has_channels(self) -> bool:
-        """True if reasoning and answer are messages of a turn, each in its channel (gpt-oss)."""
-        return _ANALYSIS in self._source and FINAL in self._source
+    def channels(self) -> Channels | None:
+        """The channels of a turn; None if reasoning and answer are not messages of their own."""
+        prompt = self._try_render([_USER], add_generation_prompt=True) or ""
+        answer = self._try_render([_USER, _ASSISTANT]) or ""
+        thought = self._try_render([_USER, {**_ASSISTANT, REASONING_KEYS[0]: _ROLE_PROBE}]) or ""
+        if not (answer.startswith(prompt) and thought.startswith(prompt)):
+            return None
+        header = answer[len(prompt) :].partition(_PROBE)[0]
+        opening, _, rest = thought[len(prompt) :].partition(_ROLE_PROBE)
+        between = rest.partition(_PROBE)[0]
+        is_message = self.special.search(header) is not None and between.endswith(header)
+        return Channels(opening, header, between.removesuffix(header)) if is_message else None
 
     @cached_property
     def thinking_marks(self) -> tuple[str, str] | None:
         """The texts that open and close reasoning, as the template writes them; None if it writes none."""
-        if self.has_channels:
-            return _ANALYSIS, "<|end|><|start|>assistant"
+        if self.channels is not None:
+            return self.channels.reasoning, self.channels.end
         match = CLOSES_THINKING.search(self._source)
-        return None if match is None else (match[0].replace("/", "", 1), match[0])
+        if match is None:
+            return None
+        return ("<|channel>thought" if match[0] == "<channel|>" else match[0].replace("/", "", 1)), match[0]
 
     def generated(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[str, list[tuple[int, int]]]:
         """Messages as text, and the character ranges of its `{% generation %}` blocks."""
@@ -215,8 +243,8 @@ class ChatTemplate:
     def with_reasoning_key(self, message: Message) -> Message:
         """A message whose content begins with reasoning, with that under its key if the template renders the key: it
         writes its own marks, and may write an empty block before those in the content."""
-        if self.has_channels:
-            message = _apart(message)
+        if message["role"] == "assistant" and self.special.search(str(message.get("content"))) and self.channels:
+            message = self.channels.apart(message)
         if "</think>" not in str(message.get("content")) or any(key in message for key in REASONING_KEYS):
             return message
         reasoning, rest = split_reasoning(message)
@@ -434,16 +462,6 @@ def has_value(message: Message, key: str) -> bool:
     """Return True if a key of a message is not missing, null or empty; false and 0 are values."""
     value = message.get(key)
     return bool(value) or isinstance(value, (bool, int, float))
-
-
-def _apart(message: Message) -> Message:
-    """A turn whose content is the text of a completion with channels, with reasoning and answer under their keys."""
-    before, *parts = _CHANNEL.split(str(message.get("content", "")))
-    texts = [text.removesuffix("<|end|>") for text in parts[1::2]]
-    if message["role"] != "assistant" or before or not parts or FINAL in parts[:-2] or parts[-2] != FINAL:
-        return message
-    thought = {"thinking": "\n".join(texts[:-1])} if texts[:-1] else {}
-    return {**thought, **message, "content": texts[-1]}
 
 
 def _probe_turn(role: str) -> Message:
