@@ -129,8 +129,8 @@ class ChatTemplate:
         """True if the template marks generated text with `{% generation %}`."""
         self._roles: dict[str, str] = {}
         self._openings: dict[str, str] = {}
-        self.known_losses: dict[str, list[str]] = {}
-        """What is lost of a conversation, by its form; see unrendered.py."""
+        self.known_losses: dict[bytes, list[str]] = {}
+        """What is lost of a conversation, by the digest of its form; see unrendered.py."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None) -> ChatTemplate | None:

@@ -8,6 +8,7 @@ the model receives, and in what carries loss.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -65,8 +66,8 @@ def unrendered(
     form = _Form()
     outline = [form.outline(turn, message) for turn, message in enumerate(messages)]
     probe = {"messages": outline, "tools": bool(tools), "learn_from": learn_from, "continued": continued}
-    known: dict[str, list[str]] = {} if template is None else template.known_losses
-    key = json.dumps(probe)
+    known: dict[bytes, list[str]] = {} if template is None else template.known_losses
+    key = hashlib.blake2b(json.dumps(probe).encode(), digest_size=16).digest()
     if key not in known:
         known[key] = _lost(form, outline, tokenizer, [_TOOL] if tools else None, learn_from, continued)
     return missing + known[key]
@@ -102,7 +103,7 @@ class _Form:
 
     def outline(self, turn: int, message: Message) -> Message:
         """A message of the same form."""
-        outlined = {**message}
+        outlined = {key: value for key, value in message.items() if key not in METADATA_KEYS}
         for name, kind in (("name", "name"), ("tool_call_id", "id")):
             if has_value(message, name):
                 outlined[name] = self._name(kind, message[name])
