@@ -194,6 +194,12 @@ CONVERTED: list[tuple[str, FormatName, Row, Row]] = [
         },
     ),
     ("parts of Anthropic", "openai_messages", {"messages": BLOCKS}, {"messages": ANTHROPIC}),
+    (
+        "functions",
+        "openai_messages",
+        {"prompt": "q", "completion": "a", "functions": [SCHEMA]},
+        {"prompt": "q", "completion": "a", "tools": TOOLS},
+    ),
     # axolotl, docs/dataset-formats/ and docs/rlhf.qmd
     ("conversations of roles", "sharegpt", {"conversations": CHAT}, {"messages": CHAT}),
     (
@@ -344,15 +350,19 @@ def test_steps_refuse_rows_of_which_they_would_read_a_part() -> None:
         (read_prompt_row, {"prompt": "q"}),
     ):
         read("f:1", {**row, "system": "", "history": [], "channel": "math"})
-        for column, value in (("system", "s"), ("system_prompt", "s")):
+        for column, value in (("system", "s"), ("system_prompt", "s"), ("functions", "s")):
             assert refused(read, "f:1", {**row, column: value}).startswith(
-                f"f:1: a system prompt and earlier turns are turns of the prompt, got column '{column}' with s"
+                f"f:1: a row has its turns and tools in the columns of its step, got column '{column}' with s"
             )
         assert "set data.chat_template_kwargs for all rows" in refused(
             read, "f:1", {**row, "chat_template_kwargs": {"enable_thinking": False}}
         )
         if read is not read_prompt_row:
             assert "column 'history'" in refused(read, "f:1", {**row, "history": [["p", "o"]]})
+    for messages in (SWIFT_AGENT, BLOCKS):
+        assert refused(read_sft_row, "f:1", {"messages": messages}).endswith(
+            "convert the row with hybrid-rlhf data convert"
+        )
     assert read_prompt_row("f:1", {"prompt": "q", "history": [1]}).columns == {"history": [1]}, "for environments"
     with user_error("got the format openai_messages: convert it"):
         read_preference_row("f:1", {"messages": [user("q")], "chosen": [CHAT[1]], "rejected": [assistant("b")]})

@@ -18,6 +18,8 @@ Message = dict[str, Any]
 """`role`, `content` (text; may be missing with tool calls), and other keys that the chat template may read."""
 Tools = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+CONVERTED_ROLES = ("tool_call", "function_call", "tool_response")
+"""Roles of calls and results that only a conversion reads (ms-swift, ShareGPT)."""
 RESULT_ROLES = ("tool", "function", "ipython", "observation")
 """Roles of the results of tool calls."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -31,6 +33,7 @@ LOSS_KEYS = (WEIGHT_KEY, "train", "training", "loss", "loss_weight", "loss_scale
 """The keys under which data sets store the weight (OpenAI, axolotl, ms-swift); a message that is read has the first."""
 _DETAIL_KEYS = ("train_detail", "training_detail")
 """The keys under which axolotl stores which characters of a turn carry loss."""
+_CONVERT = "convert the row with hybrid-rlhf data convert"
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are its text (OpenAI)."""
 
@@ -65,7 +68,8 @@ def read_message(location: str, message: Any) -> Message:
     if not isinstance(message, dict) or "role" not in message:
         raise UserError(f"{location}: a message must have 'role' and 'content', got {message!r}: fix the row")
     if message["role"] not in ROLES:
-        raise UserError(f"{location}: a role must be one of {', '.join(ROLES)}, got {message['role']!r}: fix the row")
+        fix = _CONVERT if message["role"] in CONVERTED_ROLES else "fix the row"
+        raise UserError(f"{location}: a role must be one of {', '.join(ROLES)}, got {message['role']!r}: {fix}")
     given = {key: value for key, value in message.items() if value is not None}
     read = {key: value for key, value in given.items() if key not in LOSS_KEYS}
     if _weight(location, given) == 0 and read["role"] == "assistant":
@@ -212,9 +216,10 @@ def _content(location: str, message: Message, key: str = "content") -> str:
     ):
         return "".join(part["text"] for part in parts)
     if not isinstance(content, str):
+        fix = _CONVERT if {"tool_use", "tool_result"} & {str(part.get("type")) for part in parts} else "fix the row"
         raise UserError(
             f"{location}: the {key} of a message must be text or a list of {{'type': 'text', 'text': ...}}, got "
-            f"{content!r}: fix the row"
+            f"{content!r}: {fix}"
         )
     return content
 

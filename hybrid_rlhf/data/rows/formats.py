@@ -37,10 +37,9 @@ from hybrid_rlhf.data.chat.messages import (
 )
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.published import (
+    CONVERTED,
     LABELS,
-    OPENING,
     REJECTED,
-    SYSTEM,
     answers_messages,
     is_query,
     published_format,
@@ -306,7 +305,7 @@ def head_index(location: str, row: Row, heads: Sequence[str]) -> int:
 
 def read_prompt_row(location: str, row: Row) -> PromptRow:
     """Read a row of prompts for RL."""
-    _require_whole(location, row, SYSTEM)
+    _require_whole(location, row, [column for column in CONVERTED if column != "history"])
     if "prompt" in row:
         used = "prompt"
         messages = _turns(location, row, "prompt", role="user")
@@ -351,15 +350,15 @@ def require_text(location: str, row: Row) -> None:
         )
 
 
-def _require_whole(location: str, row: Row, columns: Sequence[str] = OPENING) -> None:
-    """Refuse a row whose columns have text of its prompt that only a conversion reads; see `require_text`."""
+def _require_whole(location: str, row: Row, columns: Sequence[str] = CONVERTED) -> None:
+    """Refuse a row with columns that only a conversion reads; see `require_text`."""
     require_text(location, row)
-    if columns == OPENING and answers_messages(row):
+    if columns == CONVERTED and answers_messages(row):
         raise unreadable_row_error(location, row, ["prompt + chosen + rejected"])
     column = next((name for name in columns if row.get(name)), None)
     if column is not None:
         raise UserError(
-            f"{location}: a system prompt and earlier turns are turns of the prompt, got column {column!r} with "
+            f"{location}: a row has its turns and tools in the columns of its step, got column {column!r} with "
             f"{shortened(str(row[column]))}: convert the row with hybrid-rlhf data convert, or remove the column"
         )
 

@@ -28,6 +28,8 @@ SYSTEM = ("system", "system_prompt")
 """Columns with the system prompt of a row, beside its turns."""
 OPENING = (*SYSTEM, "history")
 """Columns with turns that come before those of other columns."""
+CONVERTED = (*OPENING, "functions")
+"""Columns that steps do not read, but conversions."""
 QUERIES = ("query", "instruction", "question", "problem", "input")
 """Columns with the user's text, in any case (ms-swift, axolotl)."""
 REPLIES = ("response", "output", "answer", "target", "targets", "answer_key", "answers", "solution", "generation")
@@ -97,7 +99,7 @@ def is_openai(row: Row) -> bool:
     if "input" in row and set(PREFERRED) <= set(row):
         return True
     columns = [row[name] for name in MESSAGE_COLUMNS if name in row]
-    return any(isinstance(value, list) for value in columns) or bool(columns and any(map(row.get, OPENING)))
+    return any(isinstance(value, list) for value in columns) or bool(columns and any(map(row.get, CONVERTED)))
 
 
 def is_query(row: Row) -> bool:

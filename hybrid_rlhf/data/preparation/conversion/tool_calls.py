@@ -23,6 +23,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import (
+    CONVERTED_ROLES,
     LOSS_KEYS,
     WEIGHT_KEY,
     Message,
@@ -38,9 +39,8 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _RESULT = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
 _OPEN_CALL = "<tool_call>"
 _LISTED_TOOLS = "<tools>"
-_RESULT_ROLES = {"function": "tool", "tool_response": "tool"}
-CALL_ROLES = ("tool_call", "function_call")
-"""Roles of turns that consist of calls (ms-swift, ShareGPT)."""
+*CALL_ROLES, _RESULT_ROLE = CONVERTED_ROLES
+"""Roles of turns that consist of calls, and that of a result."""
 
 
 def read_calls(location: str, text: Any) -> list[Any]:
@@ -116,8 +116,8 @@ def _turns(location: str, message: Any) -> list[Any]:
     if role in CALL_ROLES:
         rest = {key: value for key, value in message.items() if key != "content"}
         return [{**rest, "role": "assistant", "tool_calls": read_calls(location, content)}]
-    if role in _RESULT_ROLES:
-        role = _RESULT_ROLES[role]
+    if role in ("function", _RESULT_ROLE):
+        role = "tool"
         message = {**message, "role": role}
     if message.get("function_call"):
         if message.get("tool_calls"):
