@@ -3,20 +3,24 @@ by conversion and by training alike."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.commands.data import FormatName
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.data.chat.conversation import encode_segments
-from hybrid_rlhf.data.chat.messages import read_message
+from hybrid_rlhf.data.chat.messages import is_learned, read_message
 from hybrid_rlhf.data.encoding import encode_sft_row
 from hybrid_rlhf.data.preparation.checking import check_source
-from hybrid_rlhf.data.preparation.conversion.converting import ConversionReport, convert
+from hybrid_rlhf.data.preparation.conversion.converting import CONVERSIONS, ConversionReport, convert
 from hybrid_rlhf.data.preparation.splitting import prompt_key
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import (
@@ -26,6 +30,7 @@ from hybrid_rlhf.data.rows.formats import (
     read_sft_row,
     read_stepwise_row,
 )
+from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.sources import open_source
 from tests.support.errors import refused, user_error
 from tests.support.messages import assistant, user
@@ -314,6 +319,63 @@ def test_what_a_conversion_would_lose_is_a_problem(row: Row, problem: str, write
     _, report = converted(file)
     (text,) = report.problems.texts
     assert text.startswith(f"{file}:1: ") and problem in text and "\n" not in text
+
+
+CALL = '{"name": "aqi", "arguments": {"city": "#"}}'
+KINDS: dict[str, Row] = {
+    "user": user("#"),
+    "user in parts": user([{"type": "text", "text": "#"}, {"type": "text", "text": "#"}]),
+    "answer": assistant("#"),
+    "unlearned answer": {**assistant("#"), "loss": False},
+    "answer with reasoning": {**assistant("#"), "reasoning_content": "#"},
+    "ms-swift's call": {"role": "tool_call", "content": CALL},
+    "ms-swift's unlearned call": {"role": "tool_call", "content": CALL, "loss": False},
+    "ms-swift's result": {"role": "tool_response", "content": "#"},
+    "OpenAI's calls": {"role": "assistant", "content": "#", "tool_calls": [json.loads(CALL), json.loads(CALL)]},
+    "OpenAI's function": {"role": "assistant", "function_call": json.loads(CALL)},
+    "result": {"role": "tool", "content": "#"},
+    "Hermes's call": assistant(f"#\n<tool_call>\n{CALL}\n</tool_call>"),
+    "Hermes's results": {"role": "tool", "content": "<tool_response>#</tool_response><tool_response>#</tool_response>"},
+    "Anthropic's call": {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "#"}, {"type": "tool_use", "name": "aqi", "input": {"city": "#"}}],
+    },
+    "Anthropic's results": user([{"type": "tool_result", "content": "#"}, {"type": "text", "text": "#"}]),
+}
+"""Turns of messages; each # is a text of its own."""
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from(list(KINDS)), max_size=6), st.booleans())
+def test_every_text_of_a_conversation_is_converted_once_in_order_or_is_a_problem(
+    kinds: list[str], shared: bool
+) -> None:
+    number = itertools.count(10)
+    written = re.sub("#", lambda _: f"t{next(number)}", json.dumps([user("#"), *map(KINDS.get, kinds), assistant("#")]))
+    turns = json.loads(written)
+    row: Row = {"messages": turns, "tools": [SCHEMA]}
+    if shared:
+        row = {"conversations": [{"from": turn["role"], **turn} for turn in turns], "tools": [SCHEMA]}
+    problems = RowProblems()
+    format: FormatName = "sharegpt" if shared else "openai_messages"
+    for _, found in CONVERSIONS[format]([("f:1", row)], "ranks", problems):
+        assert isinstance(found, dict)
+        parts = [
+            json.dumps([turn.get("reasoning_content"), turn.get("content"), turn.get("tool_calls")])
+            for turn in found["messages"]
+        ]
+        expected = [text for turn in turns for text in _texts(turn)]
+        assert re.findall(r"t\d\d", "".join(parts)) == expected
+        learned = [part for turn, part in zip(found["messages"], parts, strict=True) if is_learned(turn)]
+        unlearned = {text for turn in turns if turn.get("loss") is False for text in _texts(turn)}
+        assert not unlearned & set(re.findall(r"t\d\d", "".join(learned)))
+    assert all(text.startswith("f:1: ") for text in problems.texts)
+
+
+def _texts(turn: Row) -> list[str]:
+    """The texts of a turn, reasoning before content before calls."""
+    keys = ("reasoning_content", "content", "tool_calls", "function_call")
+    return re.findall(r"t\d\d", json.dumps([turn.get(key) for key in keys]))
 
 
 def test_columns_that_a_format_does_not_have_are_counted(write_jsonl: Write) -> None:
