@@ -258,6 +258,12 @@ CONVERTED: list[tuple[str, FormatName, Row, Row]] = [
         LABELLED,
     ),
     (
+        "kto, llama3.argilla_chat",
+        "openai_messages",
+        {"completion": [SYSTEM, *CHAT], "label": False},
+        LABELLED,
+    ),
+    (
         "kto, chatml.ultra",
         "openai_messages",
         {"system": "s", "prompt": "q", "completion": "a", "label": False},
@@ -430,6 +436,8 @@ def test_steps_refuse_rows_of_which_they_would_read_a_part() -> None:
         read_preference_row("f:1", {"messages": [user("q")], "chosen": [CHAT[1]], "rejected": [assistant("b")]})
     with user_error("got the format openai_messages: convert it"):
         read_sft_row("f:1", {"messages": [*CHAT, user("r")], "chosen": CHAT[1], "rejected": assistant("b")})
+    with user_error("got the format openai_messages: convert it"):
+        read_labelled_row("f:1", {"completion": CHAT, "label": True})
     assert "or for SFT convert it" in refused(read_sft_row, "f:1", {"query": "q", "response": "a"})
 
 

@@ -174,6 +174,7 @@ def published_format(row: Row) -> FormatName | None:
     detected = next((name for name, matches in MATCHES.items() if matches(row)), None)
     if detected == "openai_messages":
         must_convert = {*REJECTED, "kto_tag"} & set(row) or set(PREFERRED) <= set(row) or answers_messages(row)
+        must_convert = must_convert or is_whole_completion(row)
         return detected if must_convert else None
     return None if detected == "query" else detected
 
@@ -187,3 +188,8 @@ def answers_messages(row: Row) -> bool:
         return False
     roles = [turn.get("role") if isinstance(turn, dict) else "assistant" for turn in (asked[-1], said[0])]
     return roles == ["user", "assistant"]
+
+
+def is_whole_completion(row: Row) -> bool:
+    """Return True if a row has a labelled conversation as its completion, without a prompt (axolotl)."""
+    return isinstance(row.get("completion"), list) and "label" in row and not {"prompt", "messages"} & set(row)

@@ -33,6 +33,7 @@ from hybrid_rlhf.data.rows.published import (
     SHARED,
     SYSTEM,
     answers_messages,
+    is_whole_completion,
 )
 
 _ROLES = {
@@ -170,16 +171,17 @@ def openai_row(location: str, row: Row) -> Row:
         return _completed(location, inside, messages, replies)
     used = {"tools", "functions", *OPENING}
     first = next((name for name in ("messages", "prompt") if name in row), None)
+    whole = "completion" if is_whole_completion(row) else "messages"
     opened = any(map(row.get, OPENING))
     converted = {
         name: _opened(location, row, name) if opened and first in (name, None) else row[name]
         for name in MESSAGE_COLUMNS
         if isinstance(row.get(name), list) or (opened and name == first)
     }
-    judged = "messages" in row and (_label(location, row) is not None or any(row.get(name) for name in REJECTED))
+    judged = whole in row and (_label(location, row) is not None or any(row.get(name) for name in REJECTED))
     if judged or answers_messages(row):
-        used |= {"messages", *LABELS, *REJECTED, *(() if judged else CHOSEN[0])}
-        messages = column(location, converted, "messages", list, "a list of messages")
+        used |= {whole, *LABELS, *REJECTED, *(() if judged else CHOSEN[0])}
+        messages = column(location, converted, whole, list, "a list of messages")
         completed = _completed(location, row, messages, [] if judged else _pair(location, row))
     else:
         turns = {name: with_tool_calls(f"{location}: column {name!r}", converted[name]) for name in converted}
