@@ -183,7 +183,7 @@ def _lost(
             lost.append(_UNPROMPTED if part.turn == 0 else f"{part.key} (loss {learned[part]} times)")
             continue
         elif part.key == "content":
-            suffix = " (beside tool_calls)" if "tool_calls" in message else f" (of a turn of the {message['role']})"
+            suffix = " (beside tool_calls)" if "tool_calls" in message else f" ({message['role']} turn)"
         else:
             suffix = ""
         lost.append(part.key + suffix)
