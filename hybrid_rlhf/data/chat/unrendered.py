@@ -37,6 +37,14 @@ _AFTER = " (after the last answer)"
 """Suffix of a turn that no turn with loss follows."""
 _UNPROMPTED = "answer before any prompt (no loss)"
 _ACCEPTED = (_THINKING_OFF, _BEFORE, _AFTER, _UNPROMPTED)
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "q7toolq7",
+        "description": "c",
+        "parameters": {"type": "object", "properties": {"q7keyq7": {"type": "string", "description": "c"}}},
+    },
+}
 
 
 def unrendered(
@@ -99,7 +107,7 @@ class _Form:
     """Makes the outline of a conversation: its form, with texts that occur once."""
 
     parts: list[_Part] = field(default_factory=list)
-    _names: dict[tuple[str, Any], str] = field(default_factory=dict)
+    _names: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def outline(self, turn: int, message: Message) -> Message:
         """A message of the same form."""
@@ -130,22 +138,12 @@ class _Form:
     def _name(self, kind: str, value: Any) -> str:
         """The same text for the same name; some templates want identifiers of nine characters."""
         names = self._names
-        return names.setdefault((kind, value), f"q7{kind:n<4}"[:5] + f"{len(names):04}")
+        return names.setdefault((kind, str(value)), f"q7{kind[0]}{len(names):06}")
 
     def _text(self, turn: int, key: str) -> str:
         text = f"q7said{len(self.parts)}q7"
         self.parts.append(_Part(turn, key, text))
         return text
-
-
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "q7toolq7",
-        "description": "c",
-        "parameters": {"type": "object", "properties": {"q7keyq7": {"type": "string", "description": "c"}}},
-    },
-}
 
 
 def _lost(
