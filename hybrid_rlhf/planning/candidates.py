@@ -151,8 +151,9 @@ def samplings(job: RLJob, layout: Layout, cluster: Cluster) -> list[tuple[int, b
 
 
 def lag_of(job: RLJob, layout: Layout) -> int:
-    """The policy lag: the configured one where a separate sampler allows it."""
-    return job.config.rollout.overlap_steps if SAMPLER in layout.places else 0
+    """The policy lag: the configured one; streaming on the actor's ranks has none."""
+    rollout = job.config.rollout
+    return rollout.overlap_steps if SAMPLER in layout.places else rollout.policy_lag
 
 
 def offloads(job: RLJob, layout: Layout) -> list[Offload]:
@@ -160,7 +161,7 @@ def offloads(job: RLJob, layout: Layout) -> list[Offload]:
     if job.device.type == "cpu":
         return [Offload()]
     frozen = (False, True) if job.frozen else (False,)
-    states = (False,) if SAMPLER in layout.places else (False, True)
+    states = (False,) if SAMPLER in layout.places or lag_of(job, layout) else (False, True)
     return [Offload(*each) for each in itertools.product(frozen, states, (False, True))]
 
 

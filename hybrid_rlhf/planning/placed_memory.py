@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.engine_memory import FLOAT32, EngineMemory, MemoryUse, engine_memory, split_memory
@@ -177,15 +176,9 @@ class MemoryModel:
         if not role.is_trained and (place.tensor_parallel > 1 or role.name == CRITIC_COPY):
             return split_memory(_shapes(role), dtype=job.dtype, ranks=place.tensor_parallel, device=job.device)
         residency = plan.residency(job)[role.name]
-        config = residency.frozen_zero(place.zero)
-        if role.is_trained:
-            config = ZeroConfig(
-                stage=place.zero,
-                offload_optimizer=residency.at("optimizer", "updates") == "host",
-                offload_parameters=residency.at("weights", "updates") == "host",
-            )
+        zero = residency.zero(place.zero)
         engine = engine_memory(
-            _shapes(role), config, role.optimizer, dtype=job.dtype, ranks=len(place.ranks), overrides=job.overrides
+            _shapes(role), zero, role.optimizer, dtype=job.dtype, ranks=len(place.ranks), overrides=job.overrides
         )
         if role.bound_to is not None:
             own = engine.held.weights * role.sizes.trained / role.sizes.parameters

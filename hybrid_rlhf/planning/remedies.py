@@ -2,8 +2,8 @@
 
 A remedy is minimal: without any of its settings the step does not fit. Of the minimal ones the fastest is advised, as a
 time model predicts it; without one, that with the fewest settings, in order of increasing cost. Adapters change what is
-learned, so they are advised beside what trains all weights, where that needs host memory or does not exist. Every
-remedy is verified by planning again with it.
+learned, so they are advised beside what trains all weights, where that needs host memory or does not exist; so are
+adapters over 4-bit weights beside these. Every remedy is verified by planning again with it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class Remedy:
     ranks: int | None = None
     """Number of ranks on which the step fits with them; none: those of the machine."""
 
+    @property
+    def uses_host(self) -> bool:
+        """True if it moves memory to the host."""
+        return any("offload" in key for key in self.settings)
+
     def in_words(self, prefix: str = "") -> str:
         """As options of the command line, with what they cost."""
         words = " ".join(f"--{prefix}{key} {str(value).lower()}" for key, value in self.settings.items())
@@ -79,10 +84,14 @@ def remedies(planner: Planner, config: AnyStep, seconds: Callable[[Any], float] 
         seconds: predicts a step; none: costs are in the order of `_changes`.
     """
     search = _RemedySearch(planner, config, seconds)
-    found = search.best(adapters=False)
-    uses_host = found is not None and any("offload" in key for key in found.settings)
-    adapted = search.best(adapters=True) if found is None or uses_host else None
-    return [each for each in (found, adapted) if each is not None]
+    found: list[Remedy] = []
+    for adapters in (False, True):
+        if all(remedy.uses_host for remedy in found):
+            found += filter(None, [search.best(adapters=adapters)])
+    if found and all(remedy.uses_host for remedy in found):
+        ways = [(planner.machine, settings) for settings in _four_bit(config)]
+        found += filter(None, [_first_that_fits(planner, config, ways, seconds)])
+    return found
 
 
 def nearest(

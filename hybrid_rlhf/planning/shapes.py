@@ -411,6 +411,8 @@ def _shapes_suffice() -> Iterator[None]:
         _replaced(
             functional, "scaled_dot_product_attention", lambda q, k, v, **options: _FusedAttention.apply(q, k, v)
         ),
+        # torch has none on this device; peft turns it off around the adapters of stacked experts
+        _replaced(torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
         # torch's shape rule knows bfloat16 alone; before torch 2.9 there is no such product
         _replaced(functional, "grouped_mm", lambda rows, weight, **_: _GroupedProduct.apply(rows, weight))
         if hasattr(functional, "grouped_mm")

@@ -75,9 +75,9 @@ def test_frozen_roles_come_for_their_phase_unless_they_are_shared() -> None:
     offloads = rules(offload_frozen=True)
     assert offloads.frozen(whole).places == {"weights": IN_USE}
     assert offloads.frozen(whole).moves == [("scoring", "weights", D), ("log-probs and values", "weights", H)]
-    assert offloads.frozen(sharded).frozen_zero(3) == ZeroConfig(stage=3, offload_parameters=True)
-    assert rules().frozen(sharded, sharded_on_host=True).frozen_zero(3).offload_parameters
-    assert not rules().frozen(sharded).frozen_zero(3).offload_parameters
+    assert offloads.frozen(sharded).zero(3) == ZeroConfig(stage=3, offload_parameters=True)
+    assert rules().frozen(sharded, sharded_on_host=True).zero(3).offload_parameters
+    assert not rules().frozen(sharded).zero(3).offload_parameters
     assert offloads.frozen(split).places == {"inference weights": STAY}
     assert rules().frozen(whole).moves == []
 

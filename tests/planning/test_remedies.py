@@ -120,6 +120,15 @@ def test_adapters_are_advised_beside_what_needs_host_memory() -> None:
     assert len(remedies(planner(309.0), CONFIG, seconds)) == 1
 
 
+def test_4_bits_are_advised_where_all_else_needs_the_host() -> None:
+    """A base model that fits in 4 bits was only offered with its parameters in host memory."""
+    whole, adapted, four_bit = remedies(planner(5.0), CONFIG, seconds)
+    assert whole.uses_host and adapted.uses_host and adapted.settings["actor.lora.rank"] == 16
+    assert four_bit.settings["model.quantization"] == "nf4" and four_bit.settings["actor.lora.rank"] == 16
+    given = with_settings(CONFIG, {"actor.lora.rank": 16})
+    assert [each.settings.get("model.quantization") for each in remedies(planner(5.0), given, seconds)] == [None, "nf4"]
+
+
 def test_without_a_time_model_few_and_cheap_settings_are_preferred() -> None:
     assert remedies(planner(309.0), CONFIG)[0].settings == {"model.gradient_checkpointing": True}
     assert remedies(planner(1.0), CONFIG) == []

@@ -41,9 +41,14 @@ class RoleResidency:
         """True if a part is on the device in all phases."""
         return self.places.get(part) == _ON_DEVICE
 
-    def frozen_zero(self, stage: ZeroStage) -> ZeroConfig:
-        """Return the ZeRO section of a frozen role; ZeRO-3 offloads parameters itself."""
-        return ZeroConfig(stage=stage, offload_parameters=stage == 3 and self.at("weights", "scoring") == "host")
+    def zero(self, stage: ZeroStage) -> ZeroConfig:
+        """Return the ZeRO section of the role under the stage of its placement, which offloads what the stage can;
+        weights that are not partitioned are offloaded by engines/residency/offload.py."""
+        return ZeroConfig(
+            stage=stage,
+            offload_optimizer=self.at("optimizer", "updates") == "host",
+            offload_parameters=stage == 3 and self.at("weights", "scoring") == "host",
+        )
 
     def visits(self, part: Part) -> bool:
         """True if a part is on the host in some phases and on the device in others."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig
 from hybrid_rlhf.engines.adapters.actor import AdapterActor
 from hybrid_rlhf.engines.adapters.base import SharedBase
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine, build_reader
@@ -144,7 +144,7 @@ class _Builder:
 
     def _actor_spec(self, path: str) -> EngineSpec:
         section = self._config.actor
-        spec = self._trained("actor", path, section.zero, section.optimizer, section.lora)
+        spec = self._trained("actor", path, section.optimizer, section.lora)
         # selected completions are learned as in SFT
         return replace(spec, learning="sft") if self._config.algorithm.selects else spec
 
@@ -183,7 +183,7 @@ class _Builder:
         assert section is not None
         # the head of a reward model is trained on whole completions; before their end it predicts worse than a constant
         fresh_head = section.path is None and warm_start_folder(self._run, "critic") is None
-        spec = self._trained("critic", path, config.critic_zero, section.optimizer, config.critic_lora)
+        spec = self._trained("critic", path, section.optimizer, config.critic_lora)
         base = actor.lm if section.share_base and isinstance(actor, HybridEngine) else None
         return self._engine(replace(spec, base=base, fresh_head=fresh_head, head_lr=section.head_lr), "critic")
 
@@ -225,7 +225,7 @@ class _Builder:
             role,
             path,
             config.model,
-            residency.frozen_zero(place.zero),
+            residency.zero(place.zero),
             config.seed,
             deepspeed_overrides=read_overrides(config.deepspeed_config),
             heads=None,
@@ -239,11 +239,9 @@ class _Builder:
         facts = self._facts(reader, part)
         return AbsentEngine(role, part, facts) if reader is None else reader
 
-    def _trained(
-        self, role: Role, path: str, zero: ZeroConfig, optimizer: OptimizerConfig, lora: LoraConfig | None
-    ) -> EngineSpec:
+    def _trained(self, role: Role, path: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> EngineSpec:
         config = self._config
-        zero = replace(zero, stage=self._placement[role].zero)
+        zero = self._residency[role].zero(self._placement[role].zero)
         overrides = read_overrides(config.deepspeed_config)
         return EngineSpec(role, path, config.model, zero, config.seed, optimizer, lora, self._updates, overrides)
 
