@@ -1,8 +1,9 @@
 """Requests by signal: SIGTERM and SIGINT save and stop a run, SIGUSR1 saves and continues.
 
 Schedulers send SIGTERM and SIGUSR1 before they reclaim a machine, a terminal sends SIGINT on Ctrl-C. A second SIGTERM
-or SIGINT stops at once. Outside its loop a run has nothing to save: there SIGUSR1 is ignored, and SIGTERM and SIGINT
-end the process.
+or SIGINT stops at once, also while torch computes, when Python calls no handler: a thread reads the numbers of signals
+as they arrive. Outside its loop a run has nothing to save: there SIGUSR1 is ignored, and SIGTERM and SIGINT end the
+process.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess  # only for a type  # nosec B404
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,8 +25,7 @@ STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 """The exit code that a shell reports for a process ended by SIGTERM."""
 _stopping = threading.Event()
 """Set once the loop of this process has received SIGTERM or SIGINT."""
-_SAME_KEY_SECONDS = 1.0
-"""Time within which a second SIGINT is the same Ctrl-C, which a rank receives from the terminal and from torchrun."""
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals of a child are not this process's
 
 
 class SignalRequests:
@@ -35,28 +35,19 @@ class SignalRequests:
         self.stop = False
         self.saves = 0
         """Number of checkpoints requested."""
-        self._interrupted_at: float | None = None
 
-    def catch(self) -> AbstractContextManager[None]:
-        """Record the signals inside the block instead of their default action."""
-        return _handler_installed(self._record)
+    @contextlib.contextmanager
+    def catch(self) -> Iterator[None]:
+        """Record the signals inside the block instead of their default action; a second of a kind that stops ends the
+        process."""
+        with _handler_installed(self._record), _second_ends_at_once():
+            yield
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._interrupted_at is not None:
-            if time.monotonic() - self._interrupted_at > _SAME_KEY_SECONDS:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGINT)
-            return
         self.saves += 1
-        if number == signal.SIGUSR1:
-            return
-        self.stop = True
-        _stopping.set()
-        if number == signal.SIGTERM:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        else:
-            self._interrupted_at = time.monotonic()
-            _say_that_it_stops()
+        if number != signal.SIGUSR1:
+            self.stop = True
+            _stopping.set()
 
 
 def ask_to_stop() -> None:
@@ -99,6 +90,37 @@ def forward_signals(process: subprocess.Popen[str]) -> Iterator[SignalRequests]:
 
     with _handler_installed(forward):
         yield requests
+
+
+@contextlib.contextmanager
+def _second_ends_at_once() -> Iterator[None]:
+    """End the process at the second SIGTERM or SIGINT inside the block; no effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    thread = threading.Thread(target=_end_at_the_second, args=(reader,), name="signals", daemon=True)
+    thread.start()
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        thread.join()
+
+
+def _end_at_the_second(reader: socket.socket) -> None:
+    received: set[int] = set()
+    with reader:
+        while numbers := reader.recv(64):
+            for number in numbers:
+                if number in received - {signal.SIGUSR1}:
+                    os._exit(128 + number)
+                received.add(number)
+                if number == signal.SIGINT:
+                    _say_that_it_stops()
 
 
 @contextlib.contextmanager
