@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from hybrid_rlhf.cli import train
+from hybrid_rlhf.cli.runs import replay as replay_command
 from hybrid_rlhf.cli.runs.replay import main as replay_main
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
@@ -20,6 +20,7 @@ from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.observability.token_records import DETAILS, TokenRecords, record_file
 from tests.support.ahead import rollout_line
+from tests.support.commands import CommandLine
 from tests.support.errors import user_error
 from tests.support.marks import faults
 from tests.support.ranks import run_main
@@ -129,13 +130,25 @@ def test_other_runs_are_generated_again(
 def test_a_branch_of_a_run_with_an_environment_is_refused_before_a_rank_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "tee", lambda *_: pytest.fail("a rank started"))
+    monkeypatch.setattr(replay_command, "tee", lambda *_: pytest.fail("a rank started"))
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "index": 0}\n')
     save_config(RLConfig(environment=EnvironmentConfig(path="game.py:Game")), tmp_path / "config.yaml")
     with pytest.raises(SystemExit) as stopped:
         replay_main(f"{tmp_path} --step 1 --index 0 --branch.token 3".split())
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith("error: a branch continues a completion of one turn, the run has an env")
+
+
+def test_a_branch_from_the_prompt_is_refused_before_a_rank_starts(
+    ppo_run: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
+) -> None:
+    """The whole step was generated again first."""
+    monkeypatch.setattr(replay_command, "tee", lambda *_: pytest.fail("a rank started"))
+    record = TokenRecords(ppo_run).read(5, 1)
+    first, end = record.prompt_length, len(record.ids)
+    for token in (first - 1, end):
+        said = cli.refused(f"replay {ppo_run} --step 5 --index 1 --branch.token {token}")
+        assert f"branch.token must be in the completion, {first}..{end - 1}, got {token}" in said
 
 
 def test_branches_begin_with_the_samples_tokens(ppo_run: Path, tmp_path: Path) -> None:

@@ -37,13 +37,15 @@ def main(config: ReplayConfig) -> None:
 
 def _replay(config: ReplayConfig) -> None:
     """Start the ranks, wait for their result and print it."""
-    from hybrid_rlhf.rl.replay.recorded import RecordedStep, require_one_turn
+    from hybrid_rlhf.rl.replay.recorded import RecordedStep, require_in_completion, require_one_turn
 
     recorded = RecordedStep.read(Path(config.path), config.step)
     for index in config.index:
         recorded.sample(index)
     if config.branch is not None:
         require_one_turn(recorded.config)
+        if (record := recorded.tokens(config.index[0])) is not None:
+            require_in_completion(record, config.branch.token)
     ranks = 1 if config.rescore is not None else recorded.ranks
     with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_replay_") as folder:
         scratch = Path(folder)

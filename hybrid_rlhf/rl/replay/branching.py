@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.chat.reasoning import text_decoder
-from hybrid_rlhf.rl.replay.recorded import require_one_turn
+from hybrid_rlhf.rl.replay.recorded import require_in_completion, require_one_turn
 from hybrid_rlhf.rl.replay.replaying import ReplayedStep
 from hybrid_rlhf.rl.replay.rescoring import SampleScore, completed, score_completions
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
@@ -51,13 +51,9 @@ def branch(replayed: ReplayedStep, index: int, *, token: int, text: str | None =
     config = session.config
     tokenizer = session.tokenizer
     world = session.run.world
-    end = len(record.ids)
     prompt = record.ids[: record.prompt_length]
     require_one_turn(config)
-    require(
-        record.prompt_length <= token < end,
-        f"branch.token must be in the completion, {record.prompt_length}..{end - 1}, got {token}: give another",
-    )
+    require_in_completion(record, token)
     text_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
     beginning = [*record.ids[record.prompt_length : token], *text_ids]
     sampling = config.rollout.sampling

@@ -158,3 +158,11 @@ def require_one_turn(config: RLConfig) -> None:
         config.environment is None,
         "a branch continues a completion of one turn, the run has an environment: leave branch out",
     )
+
+
+def require_in_completion(record: TokenRecord, token: int) -> None:
+    """Raise UserError for a token at which no branch of a sample begins."""
+    first, last = record.prompt_length, len(record.ids) - 1
+    require(
+        first <= token <= last, f"branch.token must be in the completion, {first}..{last}, got {token}: give another"
+    )
