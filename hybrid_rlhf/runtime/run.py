@@ -259,7 +259,8 @@ def start_run(
             if failure is not None:
                 raise UserError(failure)
             _require_shared(folder, world)
-            before = _contents(folder, _START_FILES) if world.is_main else {}
+            # every rank has them: an error that rank 0 does not see, such as too little memory, also leaves no settings
+            before = world.broadcast_object(_contents(folder, _START_FILES) if world.is_main else {})
             if is_alone:
                 setup_logging(world, file=folder / LOG_FILE)
             elif world.is_main:

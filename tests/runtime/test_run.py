@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.errors import RankError, UserError
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.files.checkpoint_folder import newest_complete, write_manifest
@@ -231,6 +231,25 @@ def test_an_error_before_the_end_of_the_first_step_restores_the_config(tmp_path:
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     start("auto")
     assert (tmp_path / "config.yaml").read_text() == "seed: 1\n", "the same when it resumes"
+
+
+def fails_alone(world: World, folder: str) -> set[str]:
+    """The files that are left when the second of two ranks ends in the first step, and the first with it."""
+    error = RankError if world.rank else RuntimeError
+    with pytest.raises(error, match="an error"), start_run(sft_config(Path(folder))) as run:
+        if world.is_main:
+            save_config(run.config, Path(folder) / CONFIG_FILE)
+        run.open_metrics(None)
+        world.barrier()
+        raise error("an error")
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def test_an_error_of_one_rank_in_the_first_step_restores_the_config(tmp_path: Path) -> None:
+    """Without --resume auto the same command was refused, as the folder had an unfinished run."""
+    _, left = run_ranks(fails_alone, 2, tmp_path / "ranks", str(tmp_path / "run"))
+    assert left.isdisjoint({CONFIG_FILE, "metrics.jsonl"}) and LOG_FILE in left
+    claim(tmp_path / "run")
 
 
 def test_an_error_before_the_loop_leaves_the_files_of_the_folder_as_they_were(tmp_path: Path) -> None:
