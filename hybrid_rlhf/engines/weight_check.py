@@ -201,7 +201,8 @@ class TrainingProbe:
         finally:
             for handle in handles:
                 handle.remove()
-        return [state.reshape(-1, state.shape[-1]) for state in states]
+        # ranks that split the weights compute the rows of all of them, and each has the same
+        return [state.reshape(-1, state.shape[-1])[: ids.numel()] for state in states]
 
     def _inputs(self) -> tuple[Tensor, Tensor]:
         ids = torch.tensor([probe_tokens(self._vocab_size)], device=self._engine.device)

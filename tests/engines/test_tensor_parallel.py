@@ -26,7 +26,7 @@ from hybrid_rlhf.planning.shapes import shaped_model
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, accumulate, actor_spec
-from tests.support.errors import user_error
+from tests.support.errors import refused, user_error
 from tests.support.families import variant
 from tests.support.marks import faults
 from tests.support.ranks import run_ranks
@@ -100,6 +100,18 @@ def test_clipped_updates_and_samples_are_those_of_one_rank(
     assert weights.keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert (weights[name] - weight).abs().max() < 1e-5, name
+
+
+def refused_sync(world: World, path: Path) -> str:
+    """The message of a check of inference weights that no weights pass."""
+    engine = build_actor(actor_spec(path, stage=0, tensor_parallel=2), world, max_logprob_diff=-1.0)
+    return refused(engine.inference(stop_token_ids=()).__enter__)
+
+
+def test_a_difference_is_placed_where_training_splits_weights(folders: Path, tmp_path: Path) -> None:
+    """Hidden states of the rows of all ranks were compared with those of one, which ended in a traceback."""
+    for said in run_ranks(refused_sync, 2, tmp_path, folders / "gemma2"):
+        assert "after the weight sync of update 0, first in the head: report" in said
 
 
 @pytest.mark.parametrize(
