@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -85,6 +85,17 @@ def test_dtype_shards_and_card(model_folder: Path, tmp_path: Path, cli: CommandL
     assert (output / "README.md").read_text() == "# Mine\n" and (output / "tokenizer.json").is_file()
     assert f"{output}: bfloat16, " in ended.out
     assert not list(tmp_path.glob(".*"))
+
+
+def test_weights_that_are_not_in_the_result_are_named(
+    model_folder: Path, tmp_path: Path, cli: CommandLine, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = shutil.copytree(model_folder, tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    save_file({**weights, "mtp.fc.weight": torch.ones(2)}, source / "model.safetensors", metadata={"format": "pt"})
+    assert cli(f"export {source} --output {tmp_path / 'out'}").code == 0
+    assert "neither trained nor in what is saved: mtp.* (1)" in caplog.text
+    assert "mtp.fc.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
 def test_an_adapter_is_merged(model_folder: Path, tmp_path: Path, adapter: str, cli: CommandLine) -> None:

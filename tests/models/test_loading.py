@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,8 +33,10 @@ from hybrid_rlhf.models.lora import adapters_off, add_lora, choose_trained, lora
 from hybrid_rlhf.models.pretrained.loading import load_model, position_limit, training_dtype
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.errors import user_error
+from tests.support.families import variant
 from tests.support.messages import user
 from tests.support.models import SMALL, random_adapter
 from tests.support.tiny import VOCABULARY, save_tiny, tiny_config, tiny_model, tiny_tokenizer
@@ -60,6 +63,23 @@ def test_dropout_is_off(tmp_path: Path) -> None:
     model.train()
     ids = IDS % 50
     assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_weights_that_no_module_takes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Transformers hides those of layers that predict further tokens; they were missing in what was saved."""
+    variant("qwen3_next").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    extra = ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "mtp.layers.0.mlp.down_proj.weight"]
+    save_file({**load_file(file), **{name: torch.ones(2) for name in extra}}, file, metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING, logger=logger.name):
+        load(tmp_path)
+        load(tmp_path, "scorer")
+        load(tmp_path)
+    (record,) = caplog.records
+    assert record.message == (
+        f"{tmp_path} has 3 weights that no module of Qwen3NextForCausalLM takes, which are neither trained nor in what "
+        "is saved: mtp.* (1), mtp.layers.0.* (2)"
+    )
 
 
 def test_dropout_of_a_language_model_beside_towers_is_off(tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ the language model alone for some types (Qwen3.5), and what is not loaded would 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +47,7 @@ from hybrid_rlhf.models.pretrained.quantised import dequantisation, require_whol
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers
 from hybrid_rlhf.models.routers.modules import route_without_noise
 from hybrid_rlhf.models.tiled_mlp import tile_mlps
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import default_device, default_dtype
 
 Architecture = Literal["causal_lm", "scorer"]
@@ -52,6 +56,10 @@ AUTO_CLASS: dict[Architecture, Any] = {
     "scorer": AutoModelForSequenceClassification,
 }
 _LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
+_PLACE = re.compile(r".*?\.\d+(?=\.)|[^.]+")
+"""A name up to its first number, or its first part."""
+_OLD_BUFFER = re.compile(r"inv_freq$|position_ids$|\.(attn|attention)\.(masked_)?bias$|version$")
+"""Names of buffers that earlier versions of transformers stored."""
 _NO_HEAD = "a reward model must have a score head, {} has none: give one that a reward step saved"
 _NO_LM_HEAD = "a causal LM must have a language model head, {} is a reward model: give the model of an SFT step"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -142,7 +150,7 @@ def load_model(
             require_whole_mxfp4(Path(path), wanted)
     partitioning = HfDeepSpeedConfig(zero3_config) if zero3_config is not None else None
     try:
-        with quiet_transformers(), faulty():
+        with quiet_transformers(), faulty(), _unused_weights() as unused:
             model, info = build.from_pretrained(
                 path,
                 config=hf_config,
@@ -165,6 +173,8 @@ def load_model(
     missing = set(info["missing_keys"])
     _require_weights(path, model, architecture, missing)
     _require_all_layers(path, hf_config, info["unexpected_keys"])
+    if unused and architecture == "causal_lm":  # a scorer has another head
+        _warn_of_unused(path, type(model).__name__, frozenset(unused))
     fresh = architecture == "scorer" and any(key.startswith("score.") for key in missing)
     if fresh and heads is None:
         raise UserError(_NO_HEAD.format(path))
@@ -172,6 +182,37 @@ def load_model(
     keep_float32_logits(model, config.head_dtype == "float32")
     keep_processor(model, path)
     return model, fresh
+
+
+@contextlib.contextmanager
+def _unused_weights() -> Iterator[set[str]]:
+    """The names of stored weights that no module takes, after a load inside the block. Transformers says nothing of
+    those of layers that it does not run, such as mtp."""
+    unused: set[str] = set()
+    adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
+
+    def noted(model: PreTrainedModel, info: Any) -> None:
+        unused.update(name for name in info.unexpected_keys if not _OLD_BUFFER.search(name))
+        adjust(model, info)
+
+    PreTrainedModel._adjust_missing_and_unexpected_keys = noted
+    try:
+        yield unused
+    finally:
+        PreTrainedModel._adjust_missing_and_unexpected_keys = adjust
+
+
+@functools.cache
+def _warn_of_unused(path: str, model: str, unused: frozenset[str]) -> None:
+    """Warn once of a model that several roles load."""
+    places = Counter(_PLACE.match(name)[0] for name in sorted(unused))  # type: ignore[index]
+    logger.warning(
+        "%s has %d weights that no module of %s takes, which are neither trained nor in what is saved: %s",
+        path,
+        len(unused),
+        model,
+        ", ".join(f"{place}.* ({count})" for place, count in places.items()),
+    )
 
 
 def _require_stored(folder: Path, architecture: Architecture, config: PreTrainedConfig) -> nn.Module:
