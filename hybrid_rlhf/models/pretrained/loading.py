@@ -207,9 +207,8 @@ def _warn_of_unused(path: str, model: str, unused: frozenset[str]) -> None:
     """Warn once of a model that several roles load."""
     places = Counter(_PLACE.match(name)[0] for name in sorted(unused))  # type: ignore[index]
     logger.warning(
-        "%s has %d weights that no module of %s takes, which are neither trained nor in what is saved: %s",
+        "%s has weights that no module of %s takes, which are neither trained nor in what is saved: %s",
         path,
-        len(unused),
         model,
         ", ".join(f"{place}.* ({count})" for place, count in places.items()),
     )
