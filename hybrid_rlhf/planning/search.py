@@ -290,7 +290,8 @@ class Search:
             self._way(layout, name, sharding, offload)
             for sharding in shardings(self._job, self._cluster, name, layout.places[name])
         ]
-        if name == "actor":  # its stage decides the weight sync too
+        # the actor's stage decides the weight sync too; with a lag compute counts beside sampling, and the rest may not
+        if name == "actor" or lag_of(self._job, layout):
             return ways
         return [way for way in ways if not any(other.beats(way) for other in ways)]
 
