@@ -178,6 +178,12 @@ class ServeConfig(ServerConfig):
             self.served_name not in self.adapters,
             f"adapters must have other names than the model, got {self.served_name}: rename one",
         )
+        for name in self.adapters:
+            require(
+                not {".", ".."} & {*name.split("/")},
+                f"adapters must have names without parts . and .., which clients remove from a URL, got {name}: "
+                "rename it",
+            )
         require(
             self.adapters_from is None or self.api_key is not None,
             f"adapters_from needs an api_key, got {self.adapters_from} without one: give --api_key '${{NAME}}'",
@@ -224,6 +230,9 @@ class TrainServerConfig(ServerConfig):
     """Adapters in training that a key may have at a time."""
     max_stored_gib: Positive = 64.0
     """Checkpoints that a key may have, in GiB."""
+    deterministic: bool = advanced(False)
+    """Compute the rows of each command apart from those of others, so that an adapter's weights are bit for bit those
+    of training alone."""
     session_minutes: Positive = advanced(60.0)
     """Time without a heartbeat or a command of a client after which its models leave the server; their checkpoints
     stay."""

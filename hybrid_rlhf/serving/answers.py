@@ -71,6 +71,7 @@ class Answer:
         drops_space = self._is_chat and is_plain(tokenizer)
 
         names = function_names(body.used_tools) if isinstance(body, ChatBody) else frozenset[str]()
+        requires_call = isinstance(body, ChatBody) and bool(body.required_tools)
         template = chat_template(body, tokenizer)
         marks = None if template is None else template.thinking_marks
         header = "" if template is None or template.channels is None else template.channels.answer
@@ -85,7 +86,7 @@ class Answer:
         def stream() -> ReplyStream:
             text = TextStream(self._decode, job.sampling.stop, drops_space=drops_space)
             split = None if marks is None else ReasoningSplit(*marks, is_open=is_open, header=header)
-            return ReplyStream(text, names, split)
+            return ReplyStream(text, names, split, requires_call=requires_call)
 
         self._streams = [stream() for _ in range(len(job.prompts) * job.sampling.n)]
         self._unfinished = dict.fromkeys(range(len(self._streams)))

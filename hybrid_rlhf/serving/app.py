@@ -45,7 +45,7 @@ from hybrid_rlhf.serving.service import (
     UnknownModel,
 )
 from hybrid_rlhf.serving.updates import ModelUpdates
-from hybrid_rlhf.serving.web import CLIENT_CLOSED, AccessRules, FiniteJSON, add_error_answers
+from hybrid_rlhf.serving.web import CLIENT_CLOSED, AccessRules, FiniteJSON, add_error_answers, beside
 
 _STATUSES: dict[type[Exception], int] = {
     UserError: 400,
@@ -211,12 +211,12 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await read_request(request, TokenizeBody)
-        return FiniteJSON(await asyncio.to_thread(service.of_model(body.model).tokenized, body))
+        return FiniteJSON(await beside(request, service.of_model(body.model).tokenized, body))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await read_request(request, DetokenizeBody)
-        return FiniteJSON(await asyncio.to_thread(service.of_model(body.model).detokenized, body))
+        return FiniteJSON(await beside(request, service.of_model(body.model).detokenized, body))
 
 
 def _add_updates(app: FastAPI, service: Service, updates: ModelUpdates, created: int) -> None:
@@ -265,7 +265,7 @@ async def _generate(
 ) -> Response:
     """Answer a request; `as_response`: in the form of the Responses API, which asks for it."""
     service = asked.of_model(body.model)
-    job = await asyncio.to_thread(service.job, body)
+    job = await beside(request, service.job, body)
     compiled = await _until_disconnect(request.receive, service.compiled(body, job))
     if compiled is None:
         return Response(status_code=CLIENT_CLOSED)

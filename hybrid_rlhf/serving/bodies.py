@@ -7,7 +7,6 @@ here, before a text is tokenized or a tensor allocated; a body is parsed on anot
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from hybrid_rlhf.configs.sections.rules import nearest_hint, require_template_va
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.rows.files import without_nulls
 from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
-from hybrid_rlhf.serving.web import StrictBody, require_few_values
+from hybrid_rlhf.serving.web import StrictBody, beside, require_bounded_json
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
@@ -488,7 +487,7 @@ def _required_tools(tools: Sequence[dict[str, Any]], choice: Any) -> list[dict[s
 
 async def read_request(request: Request, kind: type[BodyT]) -> BodyT:
     """Read, parse and check the body of a request; raises as `read_body`."""
-    return await asyncio.to_thread(read_body, kind, await request.body())
+    return await beside(request, read_body, kind, await request.body())
 
 
 def read_body(kind: type[BodyT], content: bytes) -> BodyT:
@@ -497,7 +496,7 @@ def read_body(kind: type[BodyT], content: bytes) -> BodyT:
     Raises:
         UserError: with the rule, the value and the fix.
     """
-    require_few_values(content)
+    require_bounded_json(content)
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import resource
 import time
-from typing import Any
+from itertools import islice
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -22,8 +23,12 @@ _OTHER_DESCRIPTORS = 256
 """Descriptors for files and what has been accepted but not counted yet."""
 BACKLOG = 128
 """Connections that the loop accepts at a time; it logs each one for which there is no descriptor."""
+_LOOKED_AT = 64
 _LINES = 60
-_LINES_SECONDS = 60.0
+_LINE_SECONDS = 10.0
+"""Time after which there may be one line more."""
+_LINE_CHARACTERS = 8000
+"""Largest length of a line, and of its traceback."""
 
 
 def raise_descriptors() -> int:
@@ -41,28 +46,43 @@ _Protocol: Any = AutoHTTPProtocol
 
 
 class LimitedProtocol(_Protocol):  # type: ignore[misc]  # httptools' or h11's
-    """uvicorn's protocol of a connection; connections above a number, and those without headers in time, are closed."""
+    """uvicorn's protocol of a connection. Those without headers in time are closed, and where there are too many, the
+    one that has waited longest for a whole request, so that clients which send one are answered."""
 
     most = _MOST_DESCRIPTORS
     """Largest number of connections."""
+    accepted: ClassVar[dict[LimitedProtocol, None]]
+    """Connections of the server, the oldest first."""
     header_seconds = HEADER_SECONDS
     _refused = False
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin a connection."""
-        if len(self.connections) >= self.most:
+        if len(self.accepted) >= self.most and not self._make_room():
             self._refused = True
             transport.abort()
             return
+        self.accepted[self] = None
         super().connection_made(transport)
         self._wait_for_headers()
 
     def connection_lost(self, error: Exception | None) -> None:
         """End a connection."""
         self._stop_waiting()
+        self.accepted.pop(self, None)
         if not self._refused:
             super().connection_lost(error)
+
+    def _make_room(self) -> bool:
+        """Close the oldest connection without a whole request; False if there is none among the oldest."""
+        for connection in list(islice(self.accepted, _LOOKED_AT)):
+            del self.accepted[connection]
+            if not connection._is_asked() or connection.cycle.more_body:
+                connection.transport.abort()
+                return True
+            self.accepted[connection] = None  # the next look is at others
+        return False
 
     def data_received(self, data: bytes) -> None:
         """Take bytes."""
@@ -95,35 +115,41 @@ class LimitedProtocol(_Protocol):  # type: ignore[misc]  # httptools' or h11's
 
 def limited_protocol(most: int) -> type[LimitedProtocol]:
     """The protocol of a server with at most so many connections."""
-    return type("ServerProtocol", (LimitedProtocol,), {"most": most})
+    return type("ServerProtocol", (LimitedProtocol,), {"most": most, "accepted": {}})
 
 
 class FewLines(logging.Filter):
-    """Passes 60 records a minute, so that a flood of requests does not fill a disk; the next one after that tells how
-    many were left out."""
+    """Passes short records, a number of them at once and then few, so that a flood of requests does not fill a disk;
+    the next one that passes tells how many were left out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._start = time.monotonic()
-        self._count = 0
+        self._left = float(_LINES)
+        self._time = time.monotonic()
+        self._left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         """True for a record that is written."""
         now = time.monotonic()
-        left_out = self._count - _LINES
-        if now - self._start > _LINES_SECONDS:
-            self._start = now
-            self._count = 0
-            if left_out > 0:
-                record.msg = f"{record.getMessage()} ({left_out} lines before it were left out)"
-                record.args = ()
-        self._count += 1
-        return self._count <= _LINES
+        self._left = min(_LINES, self._left + (now - self._time) / _LINE_SECONDS)
+        self._time = now
+        if self._left < 1:
+            self._left_out += 1
+            return False
+        self._left -= 1
+        record.msg = record.getMessage()[:_LINE_CHARACTERS]
+        record.args = ()
+        if self._left_out:
+            record.msg += f" ({self._left_out} lines before it were left out)"
+            self._left_out = 0
+        if record.exc_info:
+            record.exc_text = logging.Formatter().formatException(record.exc_info)[-_LINE_CHARACTERS:]
+        return True
 
 
-def limit_lines() -> None:
-    """Limit the lines of what requests make asyncio and uvicorn log."""
-    for name in ("asyncio", "uvicorn.error"):
+def limit_lines(*names: str) -> None:
+    """Limit the lines of loggers that requests make write."""
+    for name in names:
         target = logging.getLogger(name)
         if not any(isinstance(known, FewLines) for known in target.filters):
             target.addFilter(FewLines())

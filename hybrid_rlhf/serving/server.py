@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -24,9 +25,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.runtime.observability.logs import TIME_FORMAT, logger
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, TIME_FORMAT, logger
 from hybrid_rlhf.serving.admission import Activity, access_log
 from hybrid_rlhf.serving.app import Access, build_app, build_scoring_app
+from hybrid_rlhf.serving.connections import limit_lines
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Service
 from hybrid_rlhf.serving.updates import ModelUpdates
@@ -38,6 +40,8 @@ CPU_MEMORY_SHARE = 1 / 8
 """Largest share of a host's free memory for the KV cache; a GPU's memory is available to the server alone."""
 _FOLLOW_SECONDS = 5.0
 """Time between two looks at the checkpoints of a run."""
+_SWITCH_SECONDS = 0.0005
+"""Time for which a thread that reads a body keeps the interpreter while others wait: a step takes it many times."""
 _LAST_SECONDS = 5.0
 """Time for clients to receive the last events."""
 
@@ -95,6 +99,14 @@ class StoppingServer(WebServer):
         self._close = close
         self._end: float | None = None
         """Time at which running requests are ended."""
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal."""
+        gc.collect()
+        gc.freeze()  # a collection would scan all objects of torch and the model, which stay alive
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        limit_lines(LOGGER_NAME)
+        super().run(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse further requests; a second signal ends the running ones."""
@@ -211,8 +223,6 @@ def serve(
         close=close,
         beside=beside,
     )
-    gc.collect()
-    gc.freeze()  # a collection would scan all objects of torch and the model, which stay alive
     try:
         server.run(sockets=[listener])
     finally:

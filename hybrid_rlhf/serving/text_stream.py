@@ -142,10 +142,19 @@ class ReplyStream:
     """Text, reasoning and tool calls of a completion while it is sampled; text that may belong to a call is held until
     the end."""
 
-    def __init__(self, text: TextStream, names: Collection[str], reasoning: ReasoningSplit | None = None) -> None:
-        """Take the text of the tokens, the functions that may be called, and what divides off the reasoning."""
+    def __init__(
+        self,
+        text: TextStream,
+        names: Collection[str],
+        reasoning: ReasoningSplit | None = None,
+        *,
+        requires_call: bool = False,
+    ) -> None:
+        """Take the text of the tokens, the functions that may be called, and what divides off the reasoning;
+        `requires_call`: text that is no whole call is the beginning of one, and is not shown."""
         self._text = text
         self._names = names
+        self._requires_call = requires_call
         self._reasoning = reasoning
         self._whole = ""
         self._shown = 0
@@ -164,4 +173,5 @@ class ReplyStream:
             self._shown = max(before, shown_so_far(self._whole, self._names))
             return ReplyPiece(self._whole[before : self._shown], reasoning)
         reply = read_reply(self._whole, self._names)
-        return ReplyPiece(reply.content[before:], reasoning, reply.calls)
+        is_cut = self._requires_call and finish_reason == "length"
+        return ReplyPiece("" if is_cut else reply.content[before:], reasoning, reply.calls)

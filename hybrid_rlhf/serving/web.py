@@ -18,8 +18,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
+import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -32,10 +34,21 @@ from starlette.types import Message, Receive
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.serving.connections import BACKLOG, limit_lines, limited_protocol, raise_descriptors
 
+ResultT = TypeVar("ResultT")
 CLIENT_CLOSED = 499
 """Status to count for a client that has disconnected, which receives no status."""
 _MOST_VALUES = 2**20
 """Largest number of values in a body: parsing more blocks the interpreter for too long, on any thread."""
+_MOST_LEVELS = 256
+_MARKS = b'",[]{}'
+_OTHERS = bytes({*range(256)} - {*_MARKS})
+_LEVELS = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np.int8)
+"""What a byte outside of text adds to the depth."""
+_BEGINS = np.frombuffer(b",[{", np.uint8)
+_WAITING = 1024
+"""Connections that the kernel keeps for the loop; where there are more, a client tries again after a second."""
+_LARGE_BYTES = 2**20
+_READING_LARGE = ThreadPoolExecutor(1, "large-bodies")
 BODY_SECONDS = 300.0
 """Time for the body of a request to arrive."""
 _HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::\d{1,5})?")
@@ -88,12 +101,14 @@ class AccessRules:
 
 
 class Arriving:
-    """Bytes of the bodies that a sender's requests have sent so far; those that are not complete are in memory too."""
+    """A sender's requests that are not answered yet, and the bytes of their bodies so far; those that are not complete
+    are in memory too."""
 
     def __init__(self, most: int) -> None:
-        """Take the largest number."""
+        """Take the largest number of bytes."""
         self.most = most
         self.size = 0
+        self.requests = 0
 
     def add(self, size: int) -> None:
         """Count bytes, or fewer.
@@ -102,7 +117,11 @@ class Arriving:
             HTTPException: when there are too many.
         """
         if size > 0 and self.size + size > self.most:
-            raise HTTPException(429, f"bodies that arrive have at most {self.most} bytes together: send it again later")
+            raise HTTPException(
+                429,
+                f"bodies that arrive have at most {self.most} bytes together: send it again later",
+                {"Connection": "close"},  # the rest of it is not read
+            )
         self.size += size
 
 
@@ -129,10 +148,19 @@ def limited(receive: Receive, most: int, arriving: Arriving) -> Iterator[Receive
         is_whole = not message.get("more_body", False)
         return message
 
+    arriving.requests += 1
     try:
         yield counted
     finally:
+        arriving.requests -= 1
         arriving.add(-size)
+
+
+async def beside(request: Request, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    """The result of what reads a body, which another thread than the event loop's calls; large bodies are read one
+    after another, so that small ones find a thread."""
+    pool = _READING_LARGE if len(await request.body()) > _LARGE_BYTES else None
+    return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
 
 def require_size(size: int, most: int) -> None:
@@ -141,14 +169,27 @@ def require_size(size: int, most: int) -> None:
         raise HTTPException(413, f"a body has at most {most} bytes: shorten it")
 
 
-def require_few_values(content: bytes) -> None:
-    """Raise UserError for JSON with more values than the interpreter may be blocked for, before it is parsed."""
-    most = sum(map(content.count, (b",", b"[", b"{")))  # an upper bound, as text has these characters too
-    if most > _MOST_VALUES:
-        raise UserError(
-            f"a body must have at most {_MOST_VALUES} values, counted by commas and opening brackets, got {most}: "
-            "send several requests"
-        )
+def require_bounded_json(content: bytes) -> None:
+    """Raise UserError for JSON with more values than the interpreter may be blocked for, or more levels, before it is
+    parsed."""
+    marks = content.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHERS)
+    if len(marks) > 8 * _MOST_VALUES:  # more than JSON of so many values has, unless its texts have many of them
+        raise _too_many(f"more than {_MOST_VALUES}")
+    read = np.frombuffer(marks, np.uint8)
+    is_value = ~np.logical_xor.accumulate(read == ord('"'))  # outside of texts, with the ends of these
+    values = np.count_nonzero(is_value & np.isin(read, _BEGINS))
+    if values > _MOST_VALUES:
+        raise _too_many(str(values))
+    levels = np.cumsum(_LEVELS[read] * is_value, dtype=np.int32).max(initial=0)
+    if levels > _MOST_LEVELS:
+        raise UserError(f"a body must have at most {_MOST_LEVELS} levels, got {levels}: flatten it")
+
+
+def _too_many(count: str) -> UserError:
+    return UserError(
+        f"a body must have at most {_MOST_VALUES} values, counted by commas and opening brackets, got {count}: send "
+        "several requests"
+    )
 
 
 class FiniteJSON(JSONResponse):
@@ -207,7 +248,9 @@ def add_error_answers(
         if isinstance(error, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED)  # nobody reads it
         if isinstance(error, HTTPException):
-            return answer(error.status_code, f"{error.detail}: {request.method} {request.url.path[:200]}", error)
+            refusal = answer(error.status_code, f"{error.detail}: {request.method} {request.url.path[:200]}", error)
+            refusal.headers.update(error.headers or {})
+            return refusal
         status = next((statuses[kind] for kind in type(error).__mro__ if kind in statuses), None)
         return answer(500, internal, None) if status is None else answer(status, str(error), error)
 
@@ -256,7 +299,7 @@ class WebServer(uvicorn.Server):
                 backlog=BACKLOG,
             )
         )
-        limit_lines()
+        limit_lines("asyncio", "uvicorn.error")
         self._report = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -264,6 +307,7 @@ class WebServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             for listener in sockets or ():
+                listener.listen(_WAITING)
                 self._report(url_of(*listener.getsockname()[:2]))
 
 
@@ -275,7 +319,7 @@ def served_in_background(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -
         UserError: when the address cannot be bound.
     """
     listener = bound_socket(host, port)
-    listener.listen(1024)  # connections wait until the server takes them
+    listener.listen(_WAITING)  # connections wait until the server takes them
     server = WebServer(app, closing_seconds=1)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server", daemon=True)
     thread.start()

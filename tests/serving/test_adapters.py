@@ -126,6 +126,8 @@ def test_reading_an_adapter_leaves_no_trace_and_takes_the_memory_of_its_factors(
 def test_mistakes_are_named(model_folder: Path, tmp_path: Path) -> None:
     with user_error("adapters must have other names than the model, got a"):
         ServeConfig(path="m", model_name="a", adapters={"a": "b"})
+    with user_error("adapters must have names without parts . and .., .* got ../z: rename it"):
+        ServeConfig(path="m", adapters={"../z": "b"})
     place = find_model(ServeConfig(path=str(model_folder)))
 
     def adapter(name: str, lm: PreTrainedModel | None = None, **settings: Any) -> Path:

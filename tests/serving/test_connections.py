@@ -4,20 +4,24 @@ that do."""
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import socket
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.types import Message
 
-from hybrid_rlhf.serving import web
+from hybrid_rlhf.serving import connections, web
 from hybrid_rlhf.serving.connections import FewLines, LimitedProtocol
 from hybrid_rlhf.serving.web import Arriving, limited, served_in_background
+from tests.support.clock import ManualClock
 
 
 @pytest.fixture
@@ -31,6 +35,10 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     async def answer() -> str:
         await asyncio.sleep(1.0)  # longer than the headers may take
         return "answered"
+
+    @app.post("/")
+    async def take(request: Request) -> bytes:
+        return await request.body()
 
     with served_in_background(app) as url:
         host, _, port = url.removeprefix("http://").rpartition(":")
@@ -46,16 +54,45 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def test_connections_without_headers_are_few_and_end(address: tuple[str, int]) -> None:
+def test_connections_without_headers_end(address: tuple[str, int]) -> None:
     """A thousand of them took all descriptors of the process for as long as they lasted."""
-    host, port = address
     held = [socket.create_connection(address) for _ in range(4)]
     for connection in held:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
-    assert is_closed(socket.create_connection(address)), "a fifth one"
     assert all(map(is_closed, held))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b"", b"GET / HTTP/1.1\r\nX-A: ", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx"],
+    ids=["nothing", "headers", "a body"],
+)
+def test_whole_requests_have_the_place_of_those_that_are_not(
+    address: tuple[str, int], part: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections that wait held up all others until their time was over, and then the next ones."""
+    monkeypatch.setattr(LimitedProtocol, "header_seconds", 60.0)
+    host, port = address
+    held = [socket.create_connection(address) for _ in range(4)]
+    for connection in held:
+        connection.sendall(part)
     with httpx2.Client(base_url=f"http://{host}:{port}") as client:
         assert client.get("/").json() == "answered"
+    assert is_closed(held[0])
+    held[3].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        held[3].recv(1)
+
+
+def test_requests_that_are_answered_keep_their_place(address: tuple[str, int]) -> None:
+    held = [socket.create_connection(address) for _ in range(4)]
+    for connection in held:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    time.sleep(0.2)
+    assert is_closed(socket.create_connection(address))
+    for connection in held:
+        connection.settimeout(10)
+        assert connection.recv(12) == b"HTTP/1.1 200"
 
 
 def test_headers_of_a_second_request_have_their_time_too(address: tuple[str, int]) -> None:
@@ -69,23 +106,26 @@ def test_headers_of_a_second_request_have_their_time_too(address: tuple[str, int
     assert is_closed(connection)
 
 
-def test_a_flood_writes_few_lines(address: tuple[str, int]) -> None:
+def test_a_flood_writes_few_lines(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """asyncio wrote a traceback for each connection that found no descriptor: gigabytes in minutes."""
     for name in ("asyncio", "uvicorn.error"):  # of a server that runs
         assert [kind for kind in logging.getLogger(name).filters if isinstance(kind, FewLines)]
+    clock = ManualClock()
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=clock))
     log = logging.Logger("flood")
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    few = FewLines()
-    log.addFilter(few)
-    for number in range(1000):
-        log.error("line %d", number)
-    assert len(lines) == 60
-    few._start -= 61
-    log.error("line %d", 1000)
-    assert lines[-1] == "line 1000 (940 lines before it were left out)"
+    written = io.StringIO()
+    log.addHandler(logging.StreamHandler(written))
+    log.addFilter(FewLines())
+    try:
+        raise ValueError("x" * 10**5)
+    except ValueError:
+        for number in range(3600):
+            clock.seconds += 1
+            for _ in range(3):
+                log.exception("request %d %s", number, "y" * 10**5)
+    lines = written.getvalue()
+    assert lines.count("request ") <= 60 + 360 and "(29 lines before it were left out)" in lines
+    assert len(lines) < 10 * 2**20
 
 
 def _receive(*messages: Message) -> Any:

@@ -138,6 +138,19 @@ def test_required_calls_have_the_form_of_the_template(form: str, special: tuple[
             assert choice == "required" or call.function.name == "ask"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_that_is_cut_is_no_text(server: Server, stream: bool) -> None:
+    """Clients showed its beginning to people."""
+    settings: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 20, "stream": stream}
+    answer = server.chat(**settings)
+    if stream:
+        choices = [chunk.choices[0] for chunk in answer if chunk.choices]
+        text, reason = "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
+    else:
+        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert (text, reason) == ("", "length")
+
+
 def test_several_calls_may_be_required(server: Server) -> None:
     counts = set()
     for seed in range(8):

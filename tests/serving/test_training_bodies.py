@@ -6,7 +6,9 @@ from __future__ import annotations
 import io
 import json
 import threading
+import time
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import pytest
 from pydantic import BaseModel
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.bodies import TokenizeBody
+from hybrid_rlhf.serving.bodies import read_body as read_request_body
 from hybrid_rlhf.serving.training.bodies import (
     CreateModelBody,
-    EmptyBody,
     OptimStepBody,
     SampleBody,
     SaveBody,
@@ -71,10 +74,38 @@ def test_a_list_of_bad_values_is_one_error(content: dict[str, Any]) -> None:
     assert cause.error_count() <= 4 and len(str(caught.value)) < 400  # stop: one for each kind of its union
 
 
-@pytest.mark.parametrize("text", ['{"a": [' + "[]," * 2**19 + "[]]}", '{"a": ' + "[" * 50_000])
-def test_values_and_depth_of_json_are_bounded(text: str) -> None:
-    with pytest.raises(UserError, match=r"at most 1048576 values|nested too deeply"):
-        read_body(json_object(text.encode()), EmptyBody)
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('{"a": [' + "[]," * 2**19 + "[]]}", "at most 1048576 values"),
+        ('""' * 2**23, "at most 1048576 values"),
+        ("[" * 257 + "]" * 257, "at most 256 levels, got 257"),
+        ('{"a": "]\\"]\\\\", "b": ' + "[" * 256 + "]" * 256 + "}", "at most 256 levels, got 257"),
+    ],
+    ids=["values", "texts", "levels", "closing brackets in text"],
+)
+def test_values_and_levels_of_json_are_bounded_before_it_is_parsed(
+    text: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both servers: parsing holds up the interpreter, and recurses."""
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
+    for reader in (json_object, partial(read_request_body, TokenizeBody)):
+        with pytest.raises(UserError, match=rule):
+            reader(text.encode())
+
+
+def test_brackets_and_commas_of_text_are_no_values() -> None:
+    text = {"a": '["\\' * 1000, "b": "," * 2**21, "\\": [[]] * 2}
+    assert json_object(json.dumps(text).encode()) == text
+
+
+def test_a_key_that_comes_twice_after_many_others_is_found_in_time() -> None:
+    """Counting each key among all took minutes for a body of a megabyte."""
+    keys = ",".join(f'"{number}":0' for number in range(100_000))
+    start = time.process_time()
+    with pytest.raises(UserError, match="'99999' is repeated"):
+        json_object(f'{{{keys},"99999":0}}'.encode())
+    assert time.process_time() - start < 5
 
 
 def test_datums_and_their_parts_are_counted_before_they_are_objects() -> None:

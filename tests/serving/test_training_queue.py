@@ -14,7 +14,7 @@ from hybrid_rlhf.serving.training.queue import Command, CommandQueue, Model, Pac
 from hybrid_rlhf.serving.training.store import Run
 from hybrid_rlhf.serving.training.tenants import QuotaExceeded, Quotas, Tenant, Tenants
 
-QUOTAS = Quotas(requests=3, queued_bytes=100, models=2, stored_bytes=1000)
+QUOTAS = Quotas(requests=3, queued_bytes=100, models=2)
 
 
 def tenant(name: str) -> Tenant:
@@ -142,6 +142,33 @@ def test_results_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Gone):
         futures.find("done", alice)
     assert futures.find("runs", alice).answer is None
+
+
+def test_a_key_keeps_a_number_of_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small requests without end filled the memory for as long as results are kept."""
+    monkeypatch.setattr("hybrid_rlhf.serving.training.futures._KEPT_RESULTS", 8)
+    futures = Futures()
+    alice, bob = map(tenant, ("alice", "bob"))
+    waits, _ = futures.open("waits", alice, b"")
+    other, _ = futures.open("other", bob, b"")
+    other.finish({})
+    for number in range(100):
+        futures.open(str(number), alice, b"")[0].finish({})
+    assert futures.find("99", alice).answer == {} and futures.find("waits", alice) is waits
+    assert futures.find("other", bob) is other
+    with pytest.raises(Gone):
+        futures.find("80", alice)
+
+
+def test_rows_that_wait_count_for_the_bytes_of_a_key() -> None:
+    """Twenty bytes are a row, which takes kilobytes."""
+    futures = Futures()
+    alice = tenant("alice")
+    waits, _ = futures.open("1", alice, b"x" * 10, more_bytes=80)
+    with pytest.raises(QuotaExceeded, match="90 bytes in flight"):
+        futures.open("2", alice, b"x" * 20)
+    waits.finish({})
+    assert alice.queued_bytes == 0
 
 
 def test_keys_name_their_tenants() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -16,11 +17,12 @@ import pytest
 
 from hybrid_rlhf.board.runs.folders import RunFolder, RunFolders
 from hybrid_rlhf.board.runs.summary import RunSummaries
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import TrainServerConfig
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.serving.training.futures import Gone
 from hybrid_rlhf.serving.training.sessions import Sessions
-from hybrid_rlhf.serving.training.store import Checkpoint, Records, Store, UnknownObject
+from hybrid_rlhf.serving.training.store import Checkpoint, Records, Run, Store, UnknownObject, Usage
 from hybrid_rlhf.serving.training.tenants import Quotas, Tenant
 from tests.support.errors import refused, user_error
 from tests.support.training_server import SEQUENCE, Client, error_of, training_server_process
@@ -170,8 +172,8 @@ def test_a_session_ends_a_week_after_its_last_sign_of_life_also_through_restarts
 ) -> None:
     """But not because its server was away, and a finished one stays finished."""
     day = 24 * 3600.0
-    alice = Tenant("alice", Quotas(requests=1, queued_bytes=1, models=1, stored_bytes=1))
-    sessions = Sessions(Records(tmp_path))
+    alice = Tenant("alice", Quotas(requests=1, queued_bytes=1, models=1))
+    sessions = Sessions(Records(tmp_path, Usage(math.inf)))
     old, seen, finished = (sessions.create(alice, {"n": 1}) for _ in range(3))
     sessions.finish(finished, alice)
     for session_id in (old, seen):
@@ -181,7 +183,7 @@ def test_a_session_ends_a_week_after_its_last_sign_of_life_also_through_restarts
 
     def restarted(days: float) -> Sessions:
         clock.monotonic = lambda: time.monotonic() + days * day
-        return Sessions(Records(tmp_path))
+        return Sessions(Records(tmp_path, Usage(math.inf)))
 
     sessions = restarted(0)
     assert sessions.forget([]) == [], "its client has an hour to come back"
@@ -212,6 +214,53 @@ def test_a_checkpoint_that_cannot_be_deleted_is_deleted_later(tmp_path: Path, mo
     assert store.checkpoints() == [checkpoint]
     store.expire()
     assert store.checkpoints() == [] and not (tmp_path / "runs" / "run").exists()
+
+
+def on_disk(folder: Path) -> int:
+    """Bytes of runs and checkpoints with their folders, and of sessions and sampling sessions."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    folders = [*folder.glob("runs/*"), *folder.glob("runs/*/*/*/")]
+    return sum(-(-file.stat().st_size // 4096) * 4096 for file in files) + 4096 * len(folders)
+
+
+def test_a_key_has_at_most_its_bytes_on_disk_whatever_they_are(tmp_path: Path) -> None:
+    """Metadata, sessions and the last checkpoint were in no quota."""
+    most = 20 * 4096
+    store = Store(tmp_path, most)
+
+    def save(name: str, size: int, tenant: str = "a", *, overwrite: bool = False) -> None:
+        def write(folder: Path) -> None:
+            folder.mkdir()
+            (folder / "weights").write_bytes(b"x" * size)
+
+        store.write_checkpoint(Checkpoint("s:train:0", "weights", name, tenant, 4, 1), write, overwrite=overwrite)
+
+    store.sessions.write("s", tenant="a", metadata={"x": "y" * 9000})
+    store.sessions.write("s", tenant="a", metadata={"x": "y" * 9000}, finished=True)
+    store.write_run(Run("s:train:0", "a", "s", metadata={"x": "y" * 5000}))
+    store.write_sampler("s:sample:0", "a", None)
+    save("first", 9000)
+    save("first", 4000, overwrite=True)
+    assert store.usage.bytes["a"] == on_disk(tmp_path) == 10 * 4096
+    with pytest.raises(UserError, match=r"may have 81920 bytes \(max_stored_gib\).*it would have 86016 bytes"):
+        save("second", 9 * 4096)
+    assert store.usage.bytes["a"] == on_disk(tmp_path), "nothing is left of it"
+    save("second", 8 * 4096)
+    for write in (
+        lambda: store.sessions.write("t", tenant="a", metadata=None),
+        lambda: store.write_sampler("s:sample:1", "a", None),
+        lambda: store.write_run(Run("s:train:1", "a", "s")),
+        lambda: save("third", 0),
+    ):
+        with pytest.raises(UserError, match="max_stored_gib"):
+            write()
+    save("other", 4000, "b")
+    store.sessions.write("s", tenant="a", metadata=None, finished=True)  # what is there may be written again
+    for again in (store, Store(tmp_path, most)):
+        assert again.usage.bytes["a"] + again.usage.bytes["b"] == on_disk(tmp_path)
+    store.delete(store.find("tinker://s:train:0/weights/second", "a"))
+    store.end_session("s")
+    assert store.usage.bytes["a"] + store.usage.bytes["b"] == on_disk(tmp_path)
 
 
 def test_only_the_last_unnamed_weights_are_kept(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx2
 import numpy as np
@@ -23,9 +25,11 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from hybrid_rlhf.configs.inference import TrainServerConfig
 from hybrid_rlhf.models.head_check import module_logprobs
-from hybrid_rlhf.serving.training import store
+from hybrid_rlhf.serving.training import app, record, store
 from hybrid_rlhf.serving.training.messages import MESSAGES
+from hybrid_rlhf.serving.training.record import write_settings
 from hybrid_rlhf.serving.training.service import TrainingService
 from tests.support.clock import Gate, wait_until
 from tests.support.models import random_adapter
@@ -234,7 +238,7 @@ def test_what_a_key_makes_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
             ("create_model", {"session_id": session, "model_seq_id": 1, "base_model": BASE}),
             ("create_sampling_session", {**sampler, "sampling_session_seq_id": 1}),
         ):
-            assert "at most 3" in error_of(client.request(path, body), 400)
+            assert "and 3 sessions, sampling sessions, runs" in error_of(client.request(path, body), 400)
         assert Client(url, BOB).session()
 
 
@@ -290,6 +294,28 @@ def test_neighbours_in_a_batch_change_nothing(
         losses = [loss_of(client.result(request)) for request in requests[client]]
         np.testing.assert_allclose(losses, values, rtol=1e-5)
     assert batches[1:-1] == [set(models.values())] * 3, "the first command of the first client is alone"
+
+
+def test_weights_beside_others_are_bit_for_bit_those_of_training_alone(tmp_path: Path) -> None:
+    """A packed batch with the rows of others rounds differently, which Adam enlarges."""
+    rows = {ALICE: [list(range(3, 3 + size)) for size in (30, 17, 25)], BOB: [list(range(5, 28))] * 2}
+
+    def trained(*keys: str) -> list[bytes]:
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        with training_server(folder, deterministic=True) as (url, service):
+            clients = [Client(url, key) for key in keys]
+            models = [client.model(seed=3) for client in clients]
+            with hold(service):
+                for step in range(3):
+                    for key, client, model in zip(keys, clients, models, strict=True):
+                        client.forward_backward(model, 2 * step + 1, rows[key])
+                        client.step(model, 2 * step + 2)
+            for client, model in zip(clients, models, strict=True):
+                client.save(model, 7, "end")
+            found = [folder / "runs" / model / "weights" / "end" / "adapter_model.safetensors" for model in models]
+            return [file.read_bytes() for file in found]
+
+    assert trained(ALICE, BOB) == trained(ALICE) + trained(BOB)
 
 
 def test_a_long_batch_of_one_does_not_hold_up_another(
@@ -379,7 +405,7 @@ def test_a_forward_pass_that_fails_leaves_the_step_alone(
 
 
 def test_what_a_key_has_too_much_of_is_refused(tmp_path: Path) -> None:
-    limits = {"max_requests": 3, "max_models": 2, "max_stored_gib": 1e-5, "max_body_mib": 0.05}
+    limits = {"max_requests": 3, "max_models": 2, "max_stored_gib": 7e-5, "max_body_mib": 0.05}
     with training_server(tmp_path, **limits) as (url, service):
         alice = Client(url)
         session = alice.session()
@@ -390,15 +416,32 @@ def test_what_a_key_has_too_much_of_is_refused(tmp_path: Path) -> None:
             waiting = [alice.forward_backward(first, seq) for seq in (1, 2, 3)]
             answer = alice.send(second, 1)
             assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+            sender = service.tenants.of_key(ALICE)
+            assert sender is not None and sender.queued_bytes > 3 * 4096, "rows take more than their bytes"
             Client(url, BOB).session()  # another key is not concerned
         for request in waiting:
             alice.result(request)
         assert alice.loss(second, 1) > 0
         assert alice.save(first, 4, "a")["path"]
-        assert "bytes of checkpoints, at most" in alice.save(first, 5, "b")["error"]
+        assert "may have 75161 bytes (max_stored_gib)" in alice.save(first, 5, "b")["error"]
         assert alice.request("create_session", {"user_metadata": {"x": "y" * 60_000}}).status_code == 413
         assert alice.unload(first)["type"] == "unload_model"
         assert alice.model(session, 3)
+
+
+def test_a_key_holds_half_of_the_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for a result holds one for 20 s; those of others were closed."""
+    monkeypatch.setattr(app, "raise_descriptors", lambda: 4)
+    with training_server(tmp_path, poll_seconds=20.0) as (url, service), ThreadPoolExecutor(2) as threads:
+        alice = Client(url)
+        model = alice.model()
+        with hold(service):
+            request = alice.forward_backward(model, 1)
+            polls = [threads.submit(Client(url).result, request) for _ in range(2)]
+            wait_until(lambda: alice.get("sessions").status_code == 429, "a refusal")
+            assert Client(url, BOB).session()
+        assert all(loss_of(poll.result()) > 0 for poll in polls)
+        assert alice.get("sessions").status_code == 200
 
 
 def test_a_command_that_others_wait_for_is_accepted(tmp_path: Path) -> None:
@@ -562,8 +605,13 @@ def test_links_lead_to_the_adapter_of_the_operator_alone(
     (tmp_path / "secret").write_text("x")
     (folder / ".env").write_text("x")
     (folder / "link.safetensors").symlink_to(tmp_path / "secret")
+    weights = folder / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.rename(tmp_path / "blob")  # as in the cache of a hub
+    weights.symlink_to(tmp_path / "blob")
     urls = alice.get("training_runs/server/checkpoints/weights/given/external_weights_urls").json()["urls"]
     assert set(urls) == {"adapter_config.json", "adapter_model.safetensors"}
+    assert httpx2.get(urls["adapter_model.safetensors"]).content == content
 
 
 def test_a_full_disk_is_named(alice: Client, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,6 +624,37 @@ def test_a_full_disk_is_named(alice: Client, engine: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(engine, "save", save)
     failed = alice.save(model, 1, "x")
     assert failed["category"] == "server" and "the disk of the server is full" in failed["error"]
+
+
+def test_a_full_disk_is_named_also_by_what_answers_at_once(
+    alice: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a status that the client does not repeat; and checkpoints can be deleted."""
+    model = alice.model()
+    alice.save(model, 1, "x")
+    session = {"session_id": alice.session(), "base_model": BASE, "sampling_session_seq_id": 1}
+    monkeypatch.setattr(store, "write_whole", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    for path, body in (("create_session", {}), ("create_sampling_session", session)):
+        assert "the disk of the server is full" in error_of(alice.request(path, body), 400)
+    ttl = f"training_runs/{model}/checkpoints/weights/x"
+    assert "the disk of the server is full" in error_of(alice.put(f"{ttl}/ttl", ttl_seconds=9), 400)
+    assert alice.delete(ttl).status_code == 200
+
+
+def test_a_server_starts_on_a_full_disk_with_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clients delete checkpoints through it."""
+    config = TrainServerConfig(path=BASE)
+    write_settings(config, tmp_path)
+    before = (tmp_path / "config.yaml").read_text()
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(record, "save_config", full)
+    write_settings(replace(config, max_models=3), tmp_path)
+    assert (tmp_path / "config.yaml").read_text() == before
+    with pytest.raises(OSError, match="No space left"):
+        write_settings(config, tmp_path / "new")
+    full.side_effect = OSError(errno.EROFS, "Read-only file system")
+    with pytest.raises(OSError, match="Read-only"):
+        write_settings(config, tmp_path)
 
 
 def _zip(files: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:

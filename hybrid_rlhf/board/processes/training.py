@@ -100,7 +100,9 @@ class Training:
         """
         with self._lock:
             summary = self._summaries.summary(run)
-            if summary["state"] not in ("stopped", "killed", "broken") or summary["command"] is None:
+            if summary["command"] is None:
+                raise UserError(f"a training run can be resumed, {run.name} is none: start it with its own command")
+            if summary["state"] not in ("stopped", "killed", "broken"):
                 raise UserError(f"a run can be resumed after it was stopped, {run.name} is {summary['state']}")
             settings = run.folder / CONFIG_FILE
             if not settings.exists():

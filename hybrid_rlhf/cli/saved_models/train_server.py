@@ -21,6 +21,8 @@ def main(config: TrainServerConfig) -> None:
     from hybrid_rlhf.data.chat.conversation import stop_token_ids
     from hybrid_rlhf.engines.adapters import AdapterEngine, AdapterRow
     from hybrid_rlhf.generation import GenerationEngine
+    from hybrid_rlhf.runtime.files.atomic import whole_folder
+    from hybrid_rlhf.runtime.files.disk import kept_if_full
     from hybrid_rlhf.runtime.world import solo_world
     from hybrid_rlhf.serving.server import CPU_MEMORY_SHARE
     from hybrid_rlhf.serving.training.base import LoadedBase
@@ -30,7 +32,8 @@ def main(config: TrainServerConfig) -> None:
         place = find_model(config)
         progress(f"loading {place.name} in {str(place.dtype)[6:]} on {place.device}")
         lm = load_lm(place)
-        place.tokenizer.save_pretrained(folder / "tokenizer")
+        with kept_if_full(folder / "tokenizer"), whole_folder(folder / "tokenizer") as beside:
+            place.tokenizer.save_pretrained(beside)
         engine = AdapterEngine(
             lm,
             world=solo_world(place.device),

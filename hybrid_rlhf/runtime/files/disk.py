@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.observability.logs import logger
 
 _OUTPUT = "choose another output_dir"
 _FAULTS = {
@@ -31,6 +32,7 @@ _FAULTS = {
 }
 _OF_FILES_ALONE = (errno.EACCES, errno.EPERM)
 DISK_ERRNOS = frozenset(_FAULTS)
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _PROBE_BYTES = 2**20
 """Size of a test write: more than the free space of a disk on which a write has failed."""
 
@@ -76,6 +78,18 @@ def disk_errors_translated(folder: Path) -> Iterator[None]:
             raise
         assert number is not None
         raise OSError(number, os.strerror(number), str(folder)) from error
+
+
+@contextlib.contextmanager
+def kept_if_full(path: Path) -> Iterator[None]:
+    """Context that writes a file or folder anew; on a full disk the one that is there stays, with a warning."""
+    try:
+        with disk_errors_translated(path.parent):
+            yield
+    except OSError as error:
+        if error.errno not in FULL_ERRNOS or not path.exists():
+            raise
+        logger.warning("%s stays as it was, since the disk is full", path)
 
 
 def _probe(folder: Path) -> int | None:

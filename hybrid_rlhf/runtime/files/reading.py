@@ -144,7 +144,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; raise NotJSON for a repeated key, of which the parser would silently take the last."""
     content = dict(pairs)
     if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for name in names if names.count(name) > 1)
+        seen = set[str]()
+        double = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise NotJSON(f"a key is given once, {double!r} is repeated")
     return content

@@ -21,15 +21,22 @@ from starlette.types import ASGIApp, Scope
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.admission import Activity, Admission
+from hybrid_rlhf.serving.connections import raise_descriptors
 from hybrid_rlhf.serving.training.checkpoints import API, FILES, add_checkpoints, add_files
 from hybrid_rlhf.serving.training.futures import Gone
 from hybrid_rlhf.serving.training.routes import add_results, add_routes, add_views
 from hybrid_rlhf.serving.training.service import TrainingService
-from hybrid_rlhf.serving.training.store import UnknownObject
+from hybrid_rlhf.serving.training.store import DiskFull, UnknownObject
 from hybrid_rlhf.serving.training.tenants import QuotaExceeded, Tenant, Tenants
 from hybrid_rlhf.serving.web import AccessRules, Arriving, add_error_answers
 
-_STATUSES: dict[type[Exception], int] = {UserError: 400, UnknownObject: 404, Gone: 410, QuotaExceeded: 429}
+_STATUSES: dict[type[Exception], int] = {
+    UserError: 400,
+    DiskFull: 400,  # final: the client shows it
+    UnknownObject: 404,
+    Gone: 410,
+    QuotaExceeded: 429,
+}
 _OPEN_PATHS = ("/metrics", f"{API}/healthz")
 """Paths that need no key."""
 _POLL_SECONDS = 20.0
@@ -46,6 +53,8 @@ class TenantAdmission(Admission):
         """Take the keys, and what Admission takes."""
         super().__init__(app, **settings)
         self._tenants = tenants
+        self._most_requests = raise_descriptors() // min(2, len([*tenants]))
+        """Largest number of a key's requests at a time: they hold connections, of which others need some."""
 
     def _arriving(self, scope: Scope) -> Arriving:
         tenant: Tenant | None = scope.get("state", {}).get("tenant")
@@ -63,6 +72,10 @@ class TenantAdmission(Admission):
         tenant = self._tenants.of_key(headers.get("x-api-key", ""))
         if tenant is None:
             return _error(401, "requests must carry a key of this server, this one does not: set TINKER_API_KEY to one")
+        if tenant.arriving.requests >= self._most_requests:
+            return _error(
+                429, f"a key has at most {self._most_requests} connections that wait for an answer: send it again later"
+            )
         if self._activity.stops:
             return _error(503, "the server stops: send the request again later")
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -43,6 +43,8 @@ _shown.maxstring = _shown.maxother = 100
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+    most_bytes: ClassVar = 2**20
+    """Largest size, decompressed."""
 
 
 BodyT = TypeVar("BodyT", bound=_Body)
@@ -212,6 +214,8 @@ class SamplingBody(_Body):
 
 class SampleBody(_Body):
     """asample."""
+
+    most_bytes = 2**24
 
     prompt: PromptBody
     sampling_params: SamplingBody

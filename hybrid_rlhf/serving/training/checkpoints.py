@@ -105,14 +105,12 @@ def add_files(router: APIRouter, service: TrainingService) -> None:
     async def external_weights_urls(request: Request, tenant: Sender, run_id: str, kind: str, name: str) -> JsonObject:
         checkpoint = store.find(f"tinker://{run_id}/{kind}/{name}", tenant.name)
         expires = int(time.time()) + _FILE_SECONDS
+        files = sorted(file.name for file in checkpoint.folder.iterdir() if file.name != META_FILE)
         urls = {}
-        for file in sorted(checkpoint.folder.iterdir()):
-            if file.is_symlink() or not file.is_file() or file.name == META_FILE:
-                continue
-            if checkpoint.tenant is None and file.name not in _ADAPTER_FILES:  # another file of the operator's
-                continue
-            place = f"{expires}/{run_id}/{kind}/{name}/{file.name}"
-            urls[file.name] = f"{request.base_url}{FILES[1:]}{signature(place)}/{quote(place)}"
+        # the operator's folder may have other files; these two were read as an adapter, also if they are links
+        for file in files if checkpoint.tenant is not None else _ADAPTER_FILES:
+            place = f"{expires}/{run_id}/{kind}/{name}/{file}"
+            urls[file] = f"{request.base_url}{FILES[1:]}{signature(place)}/{quote(place)}"
         return {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()}
 
     @router.get("/files/{signed}/{expires}/{run_id}/{kind}/{name}/{file}")

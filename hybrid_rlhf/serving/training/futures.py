@@ -7,22 +7,24 @@ place of the request), so that a request that is sent again finds the first one'
 from __future__ import annotations
 
 import asyncio
-import errno
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.observability.logs import logger
-from hybrid_rlhf.serving.training.store import UnknownObject
+from hybrid_rlhf.serving.training.store import DiskFull, UnknownObject
 from hybrid_rlhf.serving.training.tenants import Tenant
 
 Answer = bytes | Mapping[str, Any]
 """A protobuf message, or an object for JSON."""
 _KEPT_SECONDS = 900.0
 """Time after which a finished result is forgotten."""
+_KEPT_RESULTS = 2**15
+"""Number of results of a key that are kept; beyond it the oldest finished one is forgotten."""
 
 
 class CommandFailed(Exception):
@@ -42,7 +44,7 @@ class Future:
     content: int
     """Hash of what was asked."""
     size: int
-    """Bytes of the request."""
+    """Bytes that it takes until it has finished."""
     created: float = field(default_factory=time.monotonic)
     finished: float | None = None
     answer: Answer | None = None
@@ -69,9 +71,7 @@ class Future:
         may contain data of other clients."""
         by_user = isinstance(error, (UserError, UnknownObject))
         text = str(error)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error = CommandFailed(text := f"{name} has failed, the disk of the server is full: delete checkpoints")
-        if not by_user and not isinstance(error, CommandFailed):
+        if not by_user and not isinstance(error, (CommandFailed, DiskFull)):
             logger.error("%s has failed: %s", name, self.request_id, exc_info=error)
             text = f"{name} has failed, the log of the server tells why"
         self.fail(text, by_user=by_user)
@@ -81,26 +81,37 @@ class Futures:
     """The results of a server. Used on the event loop only."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Future] = {}
+        self._of_tenant: defaultdict[Tenant, dict[str, Future]] = defaultdict(dict)
 
-    def open(self, request_id: str, tenant: Tenant, content: bytes, *, is_awaited: bool = False) -> tuple[Future, bool]:
-        """The future of a request, and True if it is new; `is_awaited`: requests that were accepted wait for it.
+    def open(
+        self, request_id: str, tenant: Tenant, content: bytes, *, more_bytes: int = 0, is_awaited: bool = False
+    ) -> tuple[Future, bool]:
+        """The future of a request, and True if it is new.
+
+        Args:
+            request_id: its id.
+            tenant: who sends it.
+            content: what is asked.
+            more_bytes: what it takes in memory besides its content, until it has finished.
+            is_awaited: requests that were accepted wait for it.
 
         Raises:
             QuotaExceeded: when the key has too much in flight, unless it is awaited: what is in flight would never end.
             UserError: when another request had this id.
         """
-        self._forget()
-        known = self._by_id.get(request_id)
+        futures = self._of_tenant[tenant]
+        _forget(futures)
+        known = futures.get(request_id)
         digest = hash(content)
         if known is not None:
-            if known.content != digest or known.tenant is not tenant:
+            if known.content != digest:
                 raise UserError(
                     f"a request that is sent again must be the same, {request_id} has changed: number it anew"
                 )
             return known, False
-        tenant.admit(len(content), always=is_awaited)
-        future = self._by_id[request_id] = Future(request_id, tenant, digest, len(content))
+        size = len(content) + more_bytes
+        tenant.admit(size, always=is_awaited)
+        future = futures[request_id] = Future(request_id, tenant, digest, size)
         return future, True
 
     def find(self, request_id: str, tenant: Tenant) -> Future:
@@ -109,14 +120,17 @@ class Futures:
         Raises:
             Gone: when there is none of this key.
         """
-        future = self._by_id.get(request_id)
-        if future is None or future.tenant is not tenant:
+        future = self._of_tenant[tenant].get(request_id)
+        if future is None:
             raise Gone(f"the result of {request_id[:200]} is not here, or no longer: send the request again")
         return future
 
-    def _forget(self) -> None:
-        """Forget results that finished long ago, which are at the beginning."""
-        limit = time.monotonic() - _KEPT_SECONDS
-        old = takewhile(lambda future: future.created <= limit, self._by_id.values())
-        for future in [future for future in old if future.finished is not None and future.finished < limit]:
-            del self._by_id[future.request_id]
+
+def _forget(futures: dict[str, Future]) -> None:
+    """Forget results that finished long ago, and while there are too many also others; the oldest are first."""
+    limit = time.monotonic() - _KEPT_SECONDS
+    is_full = len(futures) >= _KEPT_RESULTS
+    old = takewhile(lambda future: is_full or future.created <= limit, futures.values())
+    for future in list(islice(old, _KEPT_RESULTS // 2)):
+        if future.finished is not None and (is_full or future.finished < limit):
+            del futures[future.request_id]

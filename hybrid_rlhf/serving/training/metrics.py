@@ -12,7 +12,7 @@ _GAUGES = {
     "waiting_tokens": "Tokens of forward and backward passes that wait",
     "requests_in_flight": "Requests without a result",
     "models": "Adapters in training",
-    "stored_bytes": "Bytes of checkpoints",
+    "stored_bytes": "Bytes of sessions, sampling sessions, runs and checkpoints on disk",
 }
 
 

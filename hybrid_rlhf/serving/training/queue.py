@@ -95,9 +95,11 @@ TakenRow = tuple[Command, PackedRow]
 class CommandQueue:
     """The commands of all models. Used on the event loop only."""
 
-    def __init__(self, batch_tokens: int) -> None:
-        """Take the number of tokens of a micro-batch; a longer row is one of its own."""
+    def __init__(self, batch_tokens: int, *, apart: bool = False) -> None:
+        """Take the number of tokens of a micro-batch, in which a longer row is alone; `apart`: the rows of a command
+        share none with those of others."""
         self._batch_tokens = batch_tokens
+        self._apart = apart
         self._share = FairShare()
         self.models: dict[str, Model] = {}
         """Models that have a state, by id."""
@@ -125,6 +127,8 @@ class CommandQueue:
         ):
             self._share.update(head.model.tenant for head in ready)
             command = self._share.next(ready, lambda head: head.model.tenant)
+            if self._apart:
+                waiting = [command]
             row = command.rows[command.taken]
             if rows and used + row.tokens > self._batch_tokens:
                 break

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hybrid_rlhf.configs.inference import TrainServerConfig
 from hybrid_rlhf.runtime.command_line import save_config
+from hybrid_rlhf.runtime.files.disk import kept_if_full
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE
 from hybrid_rlhf.runtime.observability.metrics import MetricsWriter, read_metrics
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
@@ -25,9 +26,11 @@ _TOKENS = ("trained_tokens", "sampled_tokens")
 
 
 def write_settings(config: TrainServerConfig, folder: Path) -> None:
-    """Write the settings; a key that is not the name of an environment variable is left out."""
+    """Write the settings; a key that is not the name of an environment variable is left out. On a full disk, those of
+    an earlier start stay: a server is needed to delete checkpoints."""
     names = {name: key if key.startswith("${") else f"${{KEY_OF_{name}}}" for name, key in config.api_keys.items()}
-    save_config(replace(config, api_keys=names), folder / CONFIG_FILE)
+    with kept_if_full(folder / CONFIG_FILE):
+        save_config(replace(config, api_keys=names), folder / CONFIG_FILE)
 
 
 class ServiceRecord:

@@ -14,10 +14,11 @@ from hybrid_rlhf.runtime.files.reading import NotJSON, parse_json
 from hybrid_rlhf.serving.training.bodies import BodyT, read_body
 from hybrid_rlhf.serving.training.store import JsonObject
 from hybrid_rlhf.serving.training.tenants import Tenant
-from hybrid_rlhf.serving.web import require_few_values, require_size
+from hybrid_rlhf.serving.web import require_bounded_json, require_size
 
 ItemT = TypeVar("ItemT")
 ReadT = TypeVar("ReadT")
+_MOST_ITEMS = 256
 
 
 def _sender(request: Request) -> Tenant:
@@ -29,8 +30,9 @@ Sender = Annotated[Tenant, Depends(_sender)]
 """The key that sent a request, which was admitted."""
 
 
-async def read(request: Request, reader: Callable[[bytes], ReadT]) -> ReadT:
-    """What `reader` makes of the body, decompressed. It is called on another thread than the event loop's.
+async def read(request: Request, reader: Callable[[bytes], ReadT], most: int | None = None) -> ReadT:
+    """What `reader` makes of the body, decompressed, of at most `most` bytes (None: the setting). It is called on
+    another thread than the event loop's; the bodies of a key one after another, so that others have threads too.
 
     Raises:
         UserError: when it is not compressed as its header says, or by the reader.
@@ -38,12 +40,14 @@ async def read(request: Request, reader: Callable[[bytes], ReadT]) -> ReadT:
     """
     content = await request.body()
     encoding = request.headers.get("content-encoding", "identity")
-    most = request.state.max_body_bytes
+    most = min(request.state.max_body_bytes, most or request.state.max_body_bytes)
 
     def work() -> ReadT:
         return reader(_decompressed(content, encoding, most))
 
-    return await asyncio.to_thread(work)
+    tenant: Tenant = request.state.tenant
+    async with tenant.reading:
+        return await asyncio.to_thread(work)
 
 
 def _decompressed(content: bytes, encoding: str, most: int) -> bytes:
@@ -52,9 +56,9 @@ def _decompressed(content: bytes, encoding: str, most: int) -> bytes:
             content = pyarrow.input_stream(pyarrow.py_buffer(content), compression="zstd").read(most + 1)
         except OSError as error:
             raise UserError("Content-Encoding zstd needs a body in that format, got another: compress it") from error
-        require_size(len(content), most)
     elif encoding != "identity":
         raise UserError(f"Content-Encoding must be zstd or none, got {encoding[:100]!r}: leave it out")
+    require_size(len(content), most)
     return content
 
 
@@ -64,7 +68,7 @@ def json_object(content: bytes) -> JsonObject:
     Raises:
         UserError: for another body.
     """
-    require_few_values(content)
+    require_bounded_json(content)
     try:
         value = parse_json(content.decode() or "{}")
     except (NotJSON, UnicodeDecodeError) as error:
@@ -76,15 +80,16 @@ def json_object(content: bytes) -> JsonObject:
 
 async def body_of(request: Request, kind: type[BodyT]) -> BodyT:
     """A body of a kind; raises as `read` and `json_object`."""
-    return await read(request, lambda content: read_body(json_object(content), kind))
+    return await read(request, lambda content: read_body(json_object(content), kind), kind.most_bytes)
 
 
 def page(request: Request, items: list[ItemT]) -> tuple[list[ItemT], dict[str, int]]:
-    """The items that a query asks for, and where they are."""
+    """The items that a query asks for, at most a number of them, and where they are."""
     window: dict[str, int] = {}
     for key, default in (("offset", "0"), ("limit", "100")):
         text = request.query_params.get(key, default)
         if not text.isdecimal() or len(text) > 9:
             raise UserError(f"{key} must be a number of 0 or more, got {text[:100]!r}: correct it")
         window[key] = int(text)
+    window["limit"] = min(window["limit"], _MOST_ITEMS)
     return items[window["offset"] :][: window["limit"]], {**window, "total_count": len(items)}

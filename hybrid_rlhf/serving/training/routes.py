@@ -47,7 +47,7 @@ def add_routes(router: APIRouter, service: TrainingService) -> None:
 
         @router.post(f"/{path}")
         async def route(request: Request, tenant: Sender) -> JsonObject:
-            accept = await read(request, lambda content: checked(tenant, content))
+            accept = await read(request, lambda content: checked(tenant, content), kind.most_bytes)
             return accept()
 
         def checked(tenant: Tenant, content: bytes) -> Callable[[], JsonObject]:
@@ -122,7 +122,7 @@ def add_views(router: APIRouter, service: TrainingService) -> None:
 
     @router.post("/sessions/{session_id}/finish")
     async def finish(request: Request, tenant: Sender, session_id: str) -> JsonObject:
-        await read(request, json_object)
+        await body_of(request, EmptyBody)
         service.finish_session(tenant, session_id)
         return {}
 

@@ -95,13 +95,12 @@ def training_service(
     Raises:
         UserError: for an adapter of the config that does not fit the base.
     """
-    store = Store(folder)
+    store = Store(folder, int(config.max_stored_gib * _GIB))
     metrics = TrainingMetrics()
     quotas = Quotas(
         requests=config.max_requests,
         queued_bytes=int(config.max_queued_mib * _MIB),
         models=config.max_models,
-        stored_bytes=int(config.max_stored_gib * _GIB),
     )
     for name, adapter in config.adapters.items():
         place = user_path(adapter)
@@ -117,4 +116,5 @@ def training_service(
         Tenants(api_keys, quotas),
         session_seconds=config.session_minutes * 60,
         metrics=metrics,
+        deterministic=config.deterministic,
     )

@@ -51,6 +51,8 @@ from hybrid_rlhf.serving.training.worker import EngineWorker
 
 Prepare = Callable[[Model, int], Callable[[], Answer] | Sequence[PackedRow]]
 """Returns what the engine's thread does for a command of a model with this seq_id, or the rows that it computes."""
+_ROW_BYTES = 4096
+"""Memory of a row that waits, besides its numbers: that of a short one is a hundred times the bytes that are sent."""
 
 
 class TrainingService:
@@ -65,6 +67,7 @@ class TrainingService:
         *,
         session_seconds: float,
         metrics: TrainingMetrics,
+        deterministic: bool,
     ) -> None:
         """Take its parts.
 
@@ -75,6 +78,7 @@ class TrainingService:
             tenants: the keys.
             session_seconds: time without a heartbeat or a command after which the models of a session leave the engine.
             metrics: what is counted.
+            deterministic: compute the rows of each command apart from those of others.
         """
         self.base = base
         self.samplers = samplers
@@ -83,7 +87,7 @@ class TrainingService:
         self.metrics = metrics
         self.futures = Futures()
         self.sessions = Sessions(store.sessions)
-        queue = CommandQueue(base.batch_tokens)
+        queue = CommandQueue(base.batch_tokens, apart=deterministic)
         self.models = queue.models
         self.states = ModelStates(base, store, metrics)
         self.worker = EngineWorker(queue, self.states, self.sessions, session_seconds=session_seconds, metrics=metrics)
@@ -93,14 +97,13 @@ class TrainingService:
                 waiting_tokens=partial(queue.waiting_tokens, tenant),
                 requests_in_flight=partial(getattr, tenant, "requests"),
                 models=partial(queue.models_of, tenant),
-                stored_bytes=partial(store.stored_bytes, tenant.name),
+                stored_bytes=partial(store.usage.bytes.__getitem__, tenant.name),
             )
 
     # -- sessions
 
     def create_session(self, tenant: Tenant, body: SessionBody, _: bytes) -> JsonObject:
         """Begin a session."""
-        self.store.require_record(tenant.name)
         return {"session_id": self.sessions.create(tenant, body.user_metadata), "type": "create_session"}
 
     def heartbeat(self, tenant: Tenant, body: SessionId, _: bytes) -> JsonObject:
@@ -141,10 +144,10 @@ class TrainingService:
 
     def _new_run(self, tenant: Tenant, session_id: str, number: int, metadata: JsonObject | None) -> Run:
         self.sessions.find(session_id, tenant)
-        run_id = f"{session_id}:train:{number}"
-        if run_id not in self.store.runs:
-            self.store.require_record(tenant.name)
-        return Run(run_id, tenant.name, session_id, metadata=metadata or {})
+        run = Run(f"{session_id}:train:{number}", tenant.name, session_id, metadata=metadata or {})
+        if run.run_id not in self.store.runs:
+            self.store.require_run(run)
+        return run
 
     def _create(self, tenant: Tenant, run: Run, content: bytes, answer: JsonObject) -> JsonObject:
         """Accept a new model; `answer` is its result, whose type is the command's name."""
@@ -212,12 +215,14 @@ class TrainingService:
         request = read_forward_backward(content)
         body = read_body({"model_id": request.model_id, "seq_id": request.seq_id}, CommandBody)
         work: Callable[[], Answer] | Sequence[PackedRow]
+        row_bytes = 0
         try:
             work = packed_rows(request, self.base)
+            row_bytes = _ROW_BYTES * len(work)
         except Exception as error:  # noqa: BLE001 - it fails in its place, or later ones would wait for ever
             work = partial(_raise, error)
         name = "forward" if request.forward_only else BACKWARD
-        return partial(self._submit, tenant, name, body, content, lambda *_: work)
+        return partial(self._submit, tenant, name, body, content, lambda *_: work, more_bytes=row_bytes)
 
     def optim_step(self, tenant: Tenant, body: OptimStepBody, content: bytes) -> JsonObject:
         """Accept an update."""
@@ -243,8 +248,10 @@ class TrainingService:
         """Accept a faulty command in its place: it fails when it is its turn, and later ones go on."""
         return self._submit(tenant, name, body, content, lambda *_: partial(_raise, error))
 
-    def _submit(self, tenant: Tenant, name: str, body: CommandBody, content: bytes, prepare: Prepare) -> JsonObject:
-        """Accept a command."""
+    def _submit(
+        self, tenant: Tenant, name: str, body: CommandBody, content: bytes, prepare: Prepare, *, more_bytes: int = 0
+    ) -> JsonObject:
+        """Accept a command, which takes `more_bytes` besides its content."""
         run = self.run(tenant, body.model_id)
         run.last_request = time.time()
         self.sessions.see(run.session_id, tenant)
@@ -259,7 +266,9 @@ class TrainingService:
             )
         request_id = f"{run.run_id}:{seq}"
         fills_gap = seq == model.next_seq and bool(model.waiting)
-        future, is_new = self.futures.open(request_id, tenant, name.encode() + content, is_awaited=fills_gap)
+        future, is_new = self.futures.open(
+            request_id, tenant, name.encode() + content, more_bytes=more_bytes, is_awaited=fills_gap
+        )
         if is_new and seq < model.next_seq:  # it ended before, and its result was forgotten
             saved = self.store.of_command(run.run_id, seq)
             if saved is None:

@@ -108,11 +108,10 @@ class ModelStates:
 
         Raises:
             UserError: for a name that cannot be one or is taken, a sampling session that has other weights, or when the
-                key has too many checkpoints.
+                key has too much.
         """
         run = model.run
         kind = body.kind
-        self._require_room(model.tenant)
         sampler = body.sampling_session_seq_id if isinstance(body, SaveForSamplerBody) else None
         checkpoint = Checkpoint(
             run.run_id,
@@ -154,15 +153,6 @@ class ModelStates:
         lm.save_pretrained(folder, state_dict=weights)
         self._tokenizer.save_pretrained(folder)
 
-    def _require_room(self, tenant: Tenant) -> None:
-        """Raise UserError when a key has too many bytes of checkpoints."""
-        stored = self.store.stored_bytes(tenant.name)
-        quota = tenant.quotas.stored_bytes
-        if stored >= quota:
-            raise UserError(
-                f"key {tenant.name} has {stored} bytes of checkpoints, at most {quota}: delete some, or set ttl_seconds"
-            )
-
     def import_adapter(self, tenant: Tenant, name: str, files: Mapping[str, bytes]) -> str:
         """Store an adapter of peft as a checkpoint that a model can begin with.
 
@@ -175,10 +165,9 @@ class ModelStates:
             its path.
 
         Raises:
-            UserError: when it is no adapter of this base, or the key has too many checkpoints.
+            UserError: when it is no adapter of this base, or the key has too much.
         """
         checkpoint = Checkpoint(f"import-{secrets.token_hex(4)}", "weights", checked_name(name), tenant.name, 0, 0)
-        self._require_room(tenant)
 
         def save(folder: Path) -> None:
             folder.mkdir()

@@ -15,17 +15,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.atomic import restore_folders, whole_folder, write_whole
+from hybrid_rlhf.runtime.files.disk import FULL_ERRNOS, disk_errors_translated
 from hybrid_rlhf.runtime.files.durable import flush
 from hybrid_rlhf.runtime.files.reading import stored_object
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -40,9 +44,26 @@ _NAME = re.compile(r"\w[\w.-]{0,127}", re.ASCII)  # a file's name has at most 25
 KEPT_SAMPLERS = 8
 """Number of unnamed sampler checkpoints of a run that are kept."""
 
-
 MOST_RECORDS = 2**14
-"""Number of sessions, sampling sessions and runs of a key: they stay in memory, and in a file each."""
+"""Number of sessions, sampling sessions, runs and checkpoints of a key: they stay in memory."""
+_BLOCK_BYTES = 4096
+"""What the smallest file takes on disk."""
+
+
+class DiskFull(Exception):
+    """There is no room for what a request makes; its client can make some."""
+
+
+@contextlib.contextmanager
+def _room(folder: Path) -> Iterator[None]:
+    """Context that raises DiskFull where the disk of a folder is full."""
+    try:
+        with disk_errors_translated(folder):
+            yield
+    except OSError as error:
+        if error.errno not in FULL_ERRNOS:
+            raise
+        raise DiskFull("the disk of the server is full: delete checkpoints") from error
 
 
 class UnknownObject(Exception):
@@ -105,87 +126,166 @@ class Checkpoint:
         return f"tinker://{self.run_id}/{self.kind}/{self.name}"
 
 
+class Usage:
+    """What each key has on disk: sessions, sampling sessions, runs and checkpoints."""
+
+    def __init__(self, most_bytes: float) -> None:
+        """Take the largest number of bytes of a key."""
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._sizes: dict[str, tuple[str | None, int]] = {}
+        self._counts = Counter[str | None]()
+        self.bytes = Counter[str | None]()
+        """Bytes of each key."""
+
+    def set(self, name: str, tenant: str | None, size: int) -> None:
+        """Count an object of a key, in place of what has its name; 0 bytes: it is there no longer."""
+        with self._lock:
+            owner, before = self._sizes.pop(name, (tenant, 0))
+            self.bytes[owner] -= before
+            self._counts[owner] -= before > 0
+            if size:
+                self._sizes[name] = (tenant, size)
+                self.bytes[tenant] += size
+                self._counts[tenant] += 1
+
+    def require_room(self, tenant: str | None, name: str, size: int) -> None:
+        """Raise UserError when a key may not have an object of this name and size."""
+        before = self._sizes.get(name, (tenant, 0))[1]
+        stored = self.bytes[tenant] - before + size
+        count = self._counts[tenant] + (before == 0)
+        if stored > self._most_bytes or count > MOST_RECORDS:
+            raise UserError(
+                f"key {tenant} may have {self._most_bytes} bytes (max_stored_gib) and {MOST_RECORDS} sessions, "
+                f"sampling sessions, runs and checkpoints, with this one it would have {stored} bytes and {count}: "
+                "delete checkpoints, set ttl_seconds, or wait until old sessions end, seven days after their last "
+                "request"
+            )
+
+
+def _on_disk(size: int) -> int:
+    return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+def _run_bytes(content: int) -> int:
+    """Bytes of a run on disk, without its checkpoints: its folder and its file."""
+    return _BLOCK_BYTES + _on_disk(content)
+
+
+def _folder_bytes(folder: Path) -> int:
+    """Bytes of the files of a folder on disk."""
+    return _BLOCK_BYTES + sum(_on_disk(file.stat().st_size) for file in folder.iterdir())
+
+
 class Records(dict[str, JsonObject]):
     """Objects by id, each in a file of a folder, whose time is that of its last use."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read what is there."""
+    def __init__(self, folder: Path, usage: Usage) -> None:
+        """Read what is there, and take what counts it."""
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__({file.stem: _object(file) for file in folder.glob("*.json")})
         self._folder = folder
+        self._usage = usage
+        for name, record in self.items():
+            usage.set(str(self._file(name)), record["tenant"], _on_disk(len(json.dumps(record))))
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
 
     def write(self, name: str, **record: Any) -> None:
-        """Write an object."""
-        write_whole(self._folder / f"{name}.json", json.dumps(record))
+        """Write an object.
+
+        Raises:
+            UserError: for a new one, when its key has too much.
+        """
+        file = self._file(name)
+        content = json.dumps(record)
+        size = _on_disk(len(content))
+        if name not in self:
+            self._usage.require_room(record["tenant"], str(file), size)
+        with _room(self._folder):
+            write_whole(file, content)
         self[name] = record
+        self._usage.set(str(file), record["tenant"], size)
 
     def age(self, name: str) -> float:
         """Seconds since an object was written or touched, also by an earlier server."""
-        return max(0.0, time.time() - (self._folder / f"{name}.json").stat().st_mtime)
+        return max(0.0, time.time() - self._file(name).stat().st_mtime)
 
     def touch(self, name: str) -> None:
         """Use an object."""
         with contextlib.suppress(FileNotFoundError):  # somebody has removed it
-            os.utime(self._folder / f"{name}.json")
+            os.utime(self._file(name))
 
     def delete(self, name: str) -> None:
         """Forget an object."""
         self.pop(name, None)
-        (self._folder / f"{name}.json").unlink(missing_ok=True)  # else somebody has removed it
+        self._file(name).unlink(missing_ok=True)  # else somebody has removed it
+        self._usage.set(str(self._file(name)), None, 0)
 
 
 class Store:
     """The folder of a server. Checkpoints are written and deleted on one thread; the others call from any."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read what is there, and remove what a killed server has not finished."""
+    def __init__(self, folder: Path, most_bytes: float = math.inf) -> None:
+        """Read what is there, and remove what a killed server has not finished.
+
+        Args:
+            folder: of the server.
+            most_bytes: largest number of bytes of a key.
+        """
         self._runs_folder = folder / "runs"
         self._runs_folder.mkdir(parents=True, exist_ok=True)
         restore_folders(self._runs_folder, "*/*/")
-        runs = [Run(**_object(file)) for file in self._runs_folder.glob("*/run.json")]
-        self.runs = {run.run_id: run for run in runs}
+        self.usage = Usage(most_bytes)
+        self.runs: dict[str, Run] = {}
         """Runs by id."""
-        self.sessions = Records(folder / "sessions")
+        self.sessions = Records(folder / "sessions", self.usage)
         """tenant, metadata and finished of sessions by id."""
-        self.samplers = Records(folder / "samplers")
+        self.samplers = Records(folder / "samplers", self.usage)
         """tenant and path (None: the base model) of sampling sessions by id."""
-        self._checkpoints: dict[str, Checkpoint] = {}
+        self._checkpoints: defaultdict[str, dict[str, Checkpoint]] = defaultdict(dict)
+        """Checkpoints by run and path."""
+        for file in self._runs_folder.glob("*/run.json"):
+            self._add_run(Run(**_object(file)), file.stat().st_size)
         for meta in self._runs_folder.glob(f"*/*/*/{META_FILE}"):
             self.add(Checkpoint(**_object(meta), folder=meta.parent))
         for run_id in [*self.runs]:  # of a server that was killed between the end of a session and that of its runs
             self._delete_unused(run_id)
 
-    def require_record(self, tenant: str) -> None:
-        """Raise UserError when a key may not have another session, sampling session or run."""
-        owned = [
-            sum(record["tenant"] == tenant for record in list(kind.values())) for kind in (self.sessions, self.samplers)
-        ]
-        count = sum(owned) + sum(run.tenant == tenant for run in list(self.runs.values()))
-        if count >= MOST_RECORDS:
-            raise UserError(
-                f"key {tenant} has {count} sessions, sampling sessions and runs, at most {MOST_RECORDS}: wait until "
-                "old ones end, seven days after their last request"
-            )
-
     def write_run(self, run: Run) -> None:
-        """Write a run, and know it."""
+        """Write a run, and know it.
+
+        Raises:
+            UserError: for a new one, when its key has too much.
+        """
         folder = self._runs_folder / run.run_id
-        folder.mkdir(exist_ok=True)
-        write_whole(folder / "run.json", json.dumps(dataclasses.asdict(run)))
-        flush(self._runs_folder)
+        content = json.dumps(dataclasses.asdict(run))
+        if run.run_id not in self.runs:
+            self.require_run(run)
+        with _room(self._runs_folder):
+            folder.mkdir(exist_ok=True)
+            write_whole(folder / "run.json", content)
+            flush(self._runs_folder)
+        self._add_run(run, len(content))
+
+    def require_run(self, run: Run) -> None:
+        """Raise UserError when a key may not have a new run."""
+        self.usage.require_room(run.tenant, run.run_id, _run_bytes(len(json.dumps(run.metadata))))
+
+    def _add_run(self, run: Run, size: int) -> None:
         self.runs[run.run_id] = run
+        self.usage.set(run.run_id, run.tenant, _run_bytes(size))
 
     def write_sampler(self, sampler_id: str, tenant: str, path: str | None) -> None:
         """Write a sampling session; None: it samples the base model.
 
         Raises:
-            UserError: when it has other weights.
+            UserError: when it has other weights, or its key has too much.
         """
         record = {"tenant": tenant, "path": path}
         if self.samplers.get(sampler_id, record) != record:
             raise UserError(f"a sampling session keeps its weights, {sampler_id} has others: number it anew")
-        if sampler_id not in self.samplers:
-            self.require_record(tenant)
         self.samplers.write(sampler_id, **record)
 
     def write_checkpoint(self, checkpoint: Checkpoint, save: Callable[[Path], None], *, overwrite: bool) -> None:
@@ -197,18 +297,21 @@ class Store:
             overwrite: replace one of this name, which its owner asks for.
 
         Raises:
-            UserError: when another command wrote one of this name.
+            UserError: when another command wrote one of this name, or its key has too much.
         """
-        replaced = self._checkpoints.get(checkpoint.path)
+        self.usage.require_room(checkpoint.tenant, checkpoint.path, 0)  # before it is written
+        replaced = self._of_path(checkpoint.path)
         # a command that a killed server had not answered comes again
         if replaced is not None and not overwrite and replaced.seq != checkpoint.seq:
             raise UserError(f"a checkpoint never changes, {checkpoint.path} exists: give another name, or overwrite")
         folder = self._runs_folder / checkpoint.run_id / checkpoint.kind / checkpoint.name
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(folder) as beside:
-            save(beside)
-            checkpoint.size_bytes = sum(file.stat().st_size for file in beside.iterdir())
-            write_whole(beside / META_FILE, _content(checkpoint))
+        with _room(self._runs_folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with whole_folder(folder) as beside:
+                save(beside)
+                checkpoint.size_bytes = sum(file.stat().st_size for file in beside.iterdir())
+                write_whole(beside / META_FILE, _content(checkpoint))
+                self.usage.require_room(checkpoint.tenant, checkpoint.path, _folder_bytes(beside))
         checkpoint.folder = folder
         self.add(checkpoint)
         unnamed = [saved for saved in self.checkpoints(run_id=checkpoint.run_id) if saved.unnamed]
@@ -217,7 +320,12 @@ class Store:
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Know a checkpoint whose folder is there."""
-        self._checkpoints[checkpoint.path] = checkpoint
+        self._checkpoints[checkpoint.run_id][checkpoint.path] = checkpoint
+        if checkpoint.tenant is not None:
+            self.usage.set(checkpoint.path, checkpoint.tenant, _folder_bytes(checkpoint.folder))
+
+    def _of_path(self, path: str) -> Checkpoint | None:
+        return self._checkpoints.get(path.split("/")[2], {}).get(path)
 
     def delete(self, checkpoint: Checkpoint) -> None:
         """Delete a checkpoint: it is renamed first, so that no half of it is ever read.
@@ -230,7 +338,8 @@ class Store:
         shutil.rmtree(gone, ignore_errors=True)
         if checkpoint.folder.exists():  # else somebody has removed it
             checkpoint.folder.rename(gone)
-        del self._checkpoints[checkpoint.path]
+        del self._checkpoints[checkpoint.run_id][checkpoint.path]
+        self.usage.set(checkpoint.path, None, 0)
         sampler = checkpoint.sampler
         if checkpoint.unnamed and sampler is not None and sampler in self.samplers:
             self.samplers.delete(sampler)
@@ -241,10 +350,11 @@ class Store:
         """Set the time after which a checkpoint is deleted; None: never. Raises as `delete`."""
         self._require_present(checkpoint)
         checkpoint.expires = None if seconds is None else time.time() + seconds
-        write_whole(checkpoint.folder / META_FILE, _content(checkpoint))
+        with _room(checkpoint.folder):
+            write_whole(checkpoint.folder / META_FILE, _content(checkpoint))
 
     def _require_present(self, checkpoint: Checkpoint) -> None:
-        if self._checkpoints.get(checkpoint.path) is not checkpoint:
+        if self._of_path(checkpoint.path) is not checkpoint:
             raise UnknownObject(f"there is no checkpoint {checkpoint.path} any more: it was deleted or replaced")
 
     def expire(self) -> None:
@@ -275,7 +385,9 @@ class Store:
         run = self.runs.get(run_id)
         if (run is None or run.session_id not in self.sessions) and not self.checkpoints(run_id=run_id):
             self.runs.pop(run_id, None)
+            self._checkpoints.pop(run_id, None)
             shutil.rmtree(self._runs_folder / run_id, ignore_errors=True)
+            self.usage.set(run_id, None, 0)
 
     def runs_of(self, session_id: str) -> list[str]:
         """Ids of the runs of a session."""
@@ -287,11 +399,9 @@ class Store:
 
     def checkpoints(self, tenant: str | None = None, run_id: str | None = None) -> list[Checkpoint]:
         """Checkpoints of a key, of a run, or all, oldest first."""
-        chosen = [
-            checkpoint
-            for checkpoint in list(self._checkpoints.values())
-            if tenant in (None, checkpoint.tenant) and run_id in (None, checkpoint.run_id)
-        ]
+        runs = list(self._checkpoints.values()) if run_id is None else [self._checkpoints.get(run_id, {})]
+        saved = [checkpoint for of_run in runs for checkpoint in list(of_run.values())]
+        chosen = [checkpoint for checkpoint in saved if tenant in (None, checkpoint.tenant)]
         return sorted(chosen, key=lambda checkpoint: checkpoint.created)
 
     def find(self, path: str, tenant: str) -> Checkpoint:
@@ -306,7 +416,7 @@ class Store:
                 f"a path is tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME, got {path[:200]!r}: give "
                 "what a save has returned"
             )
-        checkpoint = self._checkpoints.get(path)
+        checkpoint = self._of_path(path)
         if checkpoint is None or checkpoint.tenant not in (None, tenant):
             raise UnknownObject(f"there is no checkpoint {path}: it was deleted, has expired, or is of another key")
         return checkpoint
@@ -314,10 +424,6 @@ class Store:
     def of_command(self, run_id: str, seq: int) -> Checkpoint | None:
         """The checkpoint that a command of a run wrote, if it wrote one."""
         return next((saved for saved in self.checkpoints(run_id=run_id) if saved.seq == seq), None)
-
-    def stored_bytes(self, tenant: str) -> int:
-        """Bytes of the checkpoints of a key."""
-        return sum(checkpoint.size_bytes for checkpoint in self.checkpoints(tenant))
 
 
 def _content(checkpoint: Checkpoint) -> str:

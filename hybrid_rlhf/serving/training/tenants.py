@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,11 +28,9 @@ class Quotas:
     requests: int
     """Requests without a result."""
     queued_bytes: int
-    """Bytes of their bodies."""
+    """Bytes of their bodies, and of the rows that were made of them."""
     models: int
     """Adapters in training."""
-    stored_bytes: int
-    """Bytes of checkpoints."""
 
 
 @dataclass(eq=False)
@@ -45,7 +44,9 @@ class Tenant:
     accepted: int = 0
     """Number of requests so far."""
     arriving: Arriving = field(init=False)
-    """Its bodies that are not read yet."""
+    """Its requests that are not answered yet, and their bodies."""
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a body is read."""
 
     def __post_init__(self) -> None:
         """Limit the bodies that arrive as those that wait."""

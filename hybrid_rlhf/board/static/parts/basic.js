@@ -13,8 +13,8 @@ export function ViewHead({ title, children, note }) {
 const STATES = {
   running: "is training now",
   finished: "made all its steps",
-  stopped: "can be resumed",
-  killed: "its process ended at once; it can be resumed",
+  stopped: "was stopped; a training run can be resumed",
+  killed: "its process ended at once; a training run can be resumed",
   broken: "ended with an error, or has files that cannot be read",
   foreign: "is no run of this library",
 };
