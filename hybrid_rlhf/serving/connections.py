@@ -25,9 +25,9 @@ BACKLOG = 128
 """Connections that the loop accepts at a time; it logs each one for which there is no descriptor."""
 _LOOKED_AT = 64
 _LINES = 60
-_LINE_SECONDS = 10.0
+_LINE_SECONDS = 60.0
 """Time after which there may be one line more."""
-_LINE_CHARACTERS = 8000
+_LINE_CHARACTERS = 4000
 """Largest length of a line, and of its traceback."""
 
 

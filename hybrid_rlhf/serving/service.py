@@ -39,6 +39,7 @@ from hybrid_rlhf.serving.conversations import check_text, read_conversation, req
 from hybrid_rlhf.serving.formats import grammar_key, response_format
 from hybrid_rlhf.serving.metrics import ServerMetrics
 from hybrid_rlhf.serving.token_text import TokenText, characters, longest_token
+from hybrid_rlhf.serving.turns import Turns
 
 ResultT = TypeVar("ResultT")
 _COMPILING = ThreadPoolExecutor(1, "grammars")
@@ -230,7 +231,9 @@ class Service:
         self.batch = batch
         self.tokenizer = tokenizer
         self.name = name
-        self.metrics = ServerMetrics(batch) if metrics is None else metrics
+        self.turns = Turns(batch)
+        """What submits the prompts to it."""
+        self.metrics = ServerMetrics(batch, self.turns) if metrics is None else metrics
         self.adapter: str | None = None
         """Adapter of all completions; None: the model itself."""
         self.version = "0"
@@ -393,17 +396,17 @@ class Service:
     @property
     def source(self) -> TokenSource:
         """What completes the prompts."""
-        return self.batch
+        return self.turns
 
     @property
     def _most_completions(self) -> int:
         return self.batch.rows + self.max_queue
 
     def _check_queue(self, wanted: int) -> None:
-        if self.batch.unfinished + wanted > self._most_completions:
+        unfinished = self.turns.unfinished
+        if unfinished + wanted > self._most_completions:
             raise QueueFull(
-                f"{self.batch.unfinished} completions run or wait, the limit is {self._most_completions}: try again "
-                "later"
+                f"{unfinished} completions run or wait, the limit is {self._most_completions}: try again later"
             )
 
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
@@ -35,6 +36,7 @@ from tests.support.faults import files_of_at_most
 from tests.support.runs import sft_line
 from tests.support.steps import write_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.training_server import Client, error_of, training_server_process
 
 
 def error_line(capsys: pytest.CaptureFixture[str], error: BaseException) -> str:
@@ -185,6 +187,28 @@ def test_a_disk_that_fills_up_in_mid_run(small_disk: Path, line: list[str]) -> N
     code, stderr = in_a_process([*line, "--resume", "auto"], small_disk)
     assert code == 0 and AutoModelForCausalLM.from_pretrained(output) and (output / "finished.json").is_file()
     assert [row["step"] for row in read_metrics(output)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.faults
+def test_a_full_disk_is_emptied_through_the_server(small_disk: Path, model_folder: Path) -> None:
+    """Saving and sessions fail with the reason, training goes on, and a killed server starts and deletes."""
+    folder = small_disk / "server"
+    with training_server_process(str(model_folder), folder, "--model_name tiny") as (process, url):
+        client = Client(url)
+        model = client.model()
+        client.train(model, 1, 1)
+        client.save(model, 3, "a")
+        fill(small_disk)
+        assert "the disk of the server is full" in client.save(model, 4, "b")["error"]
+        assert "the disk of the server is full" in error_of(client.request("create_session", {}), 400)
+        client.train(model, 5, 1)
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+    with training_server_process(str(model_folder), folder, "--model_name tiny") as (process, url):
+        client = Client(url)
+        assert client.delete(f"training_runs/{model}/checkpoints/weights/a").status_code == 200
+        assert client.session()
+    assert not [file.name for file in folder.rglob("*partial*")]
 
 
 def test_data_that_vanishes_in_mid_run_is_not_missed(tmp_path: Path, line: list[str]) -> None:

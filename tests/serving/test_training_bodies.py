@@ -3,11 +3,13 @@ tests sends one."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import threading
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ from hybrid_rlhf.serving.training.bodies import (
 from hybrid_rlhf.serving.training.checkpoints import _unzipped
 from hybrid_rlhf.serving.training.messages import MESSAGES, read_datum, read_forward_backward
 from hybrid_rlhf.serving.training.requests import json_object
-from tests.support.training_server import Client, error_of, forward_backward, training_server
+from hybrid_rlhf.serving.web import beside
+from tests.support.clock import wait_until
+from tests.support.training_server import ALICE, BOB, Client, error_of, forward_backward, training_server
 
 SAMPLE = {"prompt": {"chunks": [{"tokens": [3]}]}, "sampling_params": {}}
 
@@ -137,6 +141,58 @@ def test_members_of_an_archive_are_counted_before_they_are_listed() -> None:
             archive.writestr(str(number), b"")
     with pytest.raises(UserError, match="at most 1024 members"):
         _unzipped(data.getvalue(), most=100)
+
+
+def test_bodies_of_a_key_are_read_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones of one key held all threads."""
+    from hybrid_rlhf.serving.training import requests
+
+    opened = threading.Event()
+    decompressed = requests._decompressed
+
+    def held(content: bytes, *more: Any) -> bytes:
+        assert b"slow" not in content or opened.wait(60)
+        return decompressed(content, *more)
+
+    monkeypatch.setattr(requests, "_decompressed", held)
+    with training_server(tmp_path) as (url, service), ThreadPoolExecutor(40) as threads:
+        alice = Client(url)
+        sent = [threads.submit(alice.request, "telemetry", {"a": "slow"}) for _ in range(40)]
+        sender = service.tenants.of_key(ALICE)
+        assert sender is not None
+        wait_until(lambda: sender.arriving.requests == 40, "all requests")
+        try:
+            assert Client(url, BOB).session()
+        finally:
+            opened.set()
+        assert {entry.result().status_code for entry in sent} == {200}
+
+
+def test_large_bodies_of_serve_are_read_one_after_another() -> None:
+    """They held the threads that small ones need."""
+    running: list[int] = []
+    opened = threading.Event()
+
+    def read(number: int) -> int:
+        running.append(number)
+        assert opened.wait(60)
+        return number
+
+    class Sent:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        async def body(self) -> bytes:
+            return b"x" * self.size
+
+    async def check() -> None:
+        large = [asyncio.create_task(beside(Sent(2**20 + 1), read, number)) for number in range(3)]  # type: ignore[arg-type]
+        assert await beside(Sent(10), str, 7) == "7"  # type: ignore[arg-type]
+        assert running in ([], [0])
+        opened.set()
+        assert await asyncio.gather(*large) == [0, 1, 2]
+
+    asyncio.run(check())
 
 
 def test_bodies_are_read_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

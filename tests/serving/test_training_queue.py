@@ -54,6 +54,13 @@ def test_a_short_command_is_in_the_next_batch_whatever_others_have_queued() -> N
     assert tokens_by_tenant(queue.next_rows()) == {"alice": 100}
 
 
+def test_short_rows_are_computed_in_batches_of_a_number() -> None:
+    """Thousands of rows of one token took as long as thousands of rows do, and others waited for them."""
+    queue = CommandQueue(batch_tokens=8192)
+    model(queue, tenant("alice"), "a", [1] * 300)
+    assert [len(queue.next_rows()) for _ in range(4)] == [128, 128, 44, 0]
+
+
 def test_tenants_share_equally_from_now_on_whatever_they_had_before() -> None:
     """Neither is one ahead for having been idle, nor behind for having been alone, nor for having several models."""
     queue = CommandQueue(batch_tokens=60)

@@ -16,6 +16,8 @@ from hybrid_rlhf.serving.training.futures import Answer, CommandFailed, Future
 from hybrid_rlhf.serving.training.store import Run
 from hybrid_rlhf.serving.training.tenants import FairShare, Tenant
 
+_MOST_ROWS = 128
+"""Rows of a packed batch: short ones take longer than their tokens."""
 BACKWARD = "forward_backward"
 """Name of the commands that add to a gradient."""
 
@@ -130,7 +132,7 @@ class CommandQueue:
             if self._apart:
                 waiting = [command]
             row = command.rows[command.taken]
-            if rows and used + row.tokens > self._batch_tokens:
+            if rows and used + row.tokens > self._batch_tokens or len(rows) == _MOST_ROWS:
                 break
             command.taken += 1
             used += row.tokens
