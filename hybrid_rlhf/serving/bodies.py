@@ -432,6 +432,12 @@ class ScoreBody(StrictBody):
     text_2: str | _Texts | None = None
     """vLLM's name of the answers."""
 
+    def key_of(self, place: int) -> str:
+        """The key of a conversation."""
+        if self.messages is None:
+            return "prompt" if self.text_1 is None else "text_1"
+        return "messages" if isinstance(self.messages[0], dict) else f"messages.{place}"
+
     def conversations(self) -> list[list[dict[str, Any]]]:
         """The conversations, each ending with an answer.
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.serving.bodies import ScoreBody
+from hybrid_rlhf.serving.bodies import KeyRejected, ScoreBody
 from hybrid_rlhf.serving.conversations import read_conversation
 from hybrid_rlhf.serving.saved_scorer import NotWanted, SavedScorer, batches
 from hybrid_rlhf.serving.service import BatchEnded, QueueFull, UnknownModel
@@ -86,9 +86,12 @@ class ScoreService:
         """The tokens of each conversation."""
         rows = []
         for place, conversation in enumerate(body.conversations()):
-            name = f"conversation {place}"
+            name = body.key_of(place)
             *prompt, last = read_conversation(name, conversation)
             if last["role"] != "assistant":
-                raise UserError(f"{name} must end with a turn of the assistant, got {last['role']}: add the answer")
-            rows.append(self._scorer.encode(prompt, [last], shown=name))
+                raise KeyRejected(name, f"must end with a turn of the assistant, got {last['role']}: add the answer")
+            try:
+                rows.append(self._scorer.encode(prompt, [last], shown=name))
+            except UserError as error:
+                raise KeyRejected(name, str(error).removeprefix(f"{name} ")) from error
         return rows

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import threading
 import time
 import zipfile
@@ -61,8 +62,9 @@ def sample(**sampling: Any) -> dict[str, Any]:
     ids=["stop", "stops", "stop tokens", "chunks", "true is no number", "session", "checkpoint", "model"],
 )
 def test_what_a_body_keeps_is_bounded(kind: type[BaseModel], content: dict[str, Any], rule: str) -> None:
-    with pytest.raises(UserError, match=rule):
+    with pytest.raises(UserError, match=rule) as caught:
         read_body(content, kind)  # type: ignore[type-var]
+    assert re.match(r"[\w.]+ must be as", str(caught.value)), "it names the key alone"
 
 
 @pytest.mark.parametrize(

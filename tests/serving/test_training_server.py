@@ -614,6 +614,19 @@ def test_links_lead_to_the_adapter_of_the_operator_alone(
     assert httpx2.get(urls["adapter_model.safetensors"]).content == content
 
 
+def test_a_checkpoint_that_is_broken_is_named_by_its_path(service: TrainingService, alice: Client) -> None:
+    """Not by its folder, which tells where the server has its files."""
+    model = alice.model()
+    path = alice.save(model, 1, "broken")["path"]
+    folder = service.store.find(path, "alice").folder
+    settings = folder / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"use_dora": True}))
+    sampled = alice.result(alice.asample([3], {"max_tokens": 2}, model_path=path))
+    loaded = alice.done("load_weights", model_id=model, seq_id=2, path=path, optimizer=False)
+    for answer in (sampled, loaded, alice.load(path)):
+        assert path in answer["error"] and str(folder.parent) not in answer["error"], answer
+
+
 def test_a_full_disk_is_named(alice: Client, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The key can make room itself."""
 

@@ -263,7 +263,10 @@ def read_body(content: Any, kind: type[BodyT]) -> BodyT:
         place = errors[0]["loc"][:2]  # of a union, rather the rule that its value breaks than a type that it has not
         broken = [entry for entry in errors if entry["loc"][:2] == place and not entry["type"].endswith("_type")]
         first = (broken or errors)[0]
-        key = ".".join(map(str, first["loc"])) or "the body"
+        parts = [
+            str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier()
+        ]  # no kind of a union
+        key = ".".join(parts) or "the body"
         got = _shown.repr(first["input"])
         raise UserError(
             f"{key} must be as Tinker's API has it ({first['msg'][:200]}), got {got}: correct it"

@@ -29,7 +29,7 @@ from hybrid_rlhf.serving.training.bodies import SampleBody
 from hybrid_rlhf.serving.training.futures import Future
 from hybrid_rlhf.serving.training.messages import sample_response
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
-from hybrid_rlhf.serving.training.store import Checkpoint
+from hybrid_rlhf.serving.training.store import Checkpoint, folder_named
 from hybrid_rlhf.serving.training.tenants import FairShare, Tenant
 
 
@@ -269,7 +269,8 @@ class Samplers:
                 if not other.running and other.loading.done():
                     del self._weights[other.name]
                     await self._call(partial(self._engine.remove_adapters, [other.name]))
-            factors = await asyncio.to_thread(read_factors, self._lm, str(checkpoint.folder))
+            with folder_named(checkpoint.folder, checkpoint.path):
+                factors = await asyncio.to_thread(read_factors, self._lm, str(checkpoint.folder))
             await self._call(partial(self._engine.set_adapter, name, factors))
         except BaseException:
             del self._weights[name]

@@ -18,7 +18,7 @@ from hybrid_rlhf.serving.training.bodies import CheckpointBody, LoadBody, SaveBo
 from hybrid_rlhf.serving.training.futures import Answer
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
 from hybrid_rlhf.serving.training.queue import Model
-from hybrid_rlhf.serving.training.store import Checkpoint, Run, Store, checked_name
+from hybrid_rlhf.serving.training.store import Checkpoint, Run, Store, checked_name, folder_named
 from hybrid_rlhf.serving.training.tenants import Tenant
 
 LORA_ALPHA = 32.0
@@ -44,20 +44,21 @@ class ModelStates:
         """
         run = model.run
         if run.saved_path is not None:
-            self.engine.load(run.run_id, self._saved(run.saved_path, run).folder, with_optimizer=True)
+            self._load(run, run.saved_path, with_optimizer=True)
         elif run.initial_path is not None:
-            initial = self._saved(run.initial_path, run)
-            run.rank = initial.rank
-            self.engine.load(run.run_id, initial.folder, with_optimizer=run.initial_optimizer)
+            run.rank = self._load(run, run.initial_path, with_optimizer=run.initial_optimizer).rank
         else:
             lora = LoraConfig(rank=run.rank, alpha=LORA_ALPHA, target_modules=self._target_modules(run.targets))
             self.engine.add(run.run_id, lora, seed=run.seed)
         model.ready = True
 
-    def _saved(self, path: str, run: Run) -> Checkpoint:
+    def _load(self, run: Run, path: str, *, with_optimizer: bool) -> Checkpoint:
+        """Read the adapter of a run from a checkpoint; returns that."""
         checkpoint = self.store.find(path, run.tenant)
         if checkpoint.kind == "external_weights":
             raise UserError(f"a merged model is no adapter, got {path}: give one of save_weights")
+        with folder_named(checkpoint.folder, path):
+            self.engine.load(run.run_id, checkpoint.folder, with_optimizer=with_optimizer)
         return checkpoint
 
     def _target_modules(self, kinds: list[str]) -> str | list[str]:
@@ -97,7 +98,7 @@ class ModelStates:
     def load(self, model: Model, body: LoadBody) -> Answer:
         """Replace a model by a saved state; raises as `bring_in`."""
         run = model.run
-        self.engine.load(run.run_id, self._saved(body.path, run).folder, with_optimizer=body.optimizer)
+        self._load(run, body.path, with_optimizer=body.optimizer)
         model.has_gradient = False
         model.broken = None
         model.saved = False
@@ -173,12 +174,10 @@ class ModelStates:
             folder.mkdir()
             for file, content in files.items():
                 (folder / file).write_bytes(content)
-            try:
+            with folder_named(folder, name):
                 self.engine.load(checkpoint.run_id, folder)
                 self.engine.remove(checkpoint.run_id)
                 checkpoint.rank = stored_adapter(str(folder)).rank
-            except UserError as error:  # its text names a folder of the server
-                raise UserError(str(error).replace(f"{folder}/", "").replace(str(folder), name)) from error
 
         self.store.write_checkpoint(checkpoint, save, overwrite=False)
         return checkpoint.path

@@ -66,6 +66,15 @@ def _room(folder: Path) -> Iterator[None]:
         raise DiskFull("the disk of the server is full: delete checkpoints") from error
 
 
+@contextlib.contextmanager
+def folder_named(folder: Path, name: str) -> Iterator[None]:
+    """Context whose errors have a name in place of a folder of the server, which clients do not learn."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace(f"{folder}/", "").replace(str(folder), name)) from error
+
+
 class UnknownObject(Exception):
     """A request names something that is not there, or that another key owns."""
 
