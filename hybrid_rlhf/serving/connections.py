@@ -11,7 +11,6 @@ import asyncio
 import logging
 import resource
 import time
-from itertools import islice
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -23,7 +22,6 @@ _OTHER_DESCRIPTORS = 256
 """Descriptors for files and what has been accepted but not counted yet."""
 BACKLOG = 128
 """Connections that the loop accepts at a time; it logs each one for which there is no descriptor."""
-_LOOKED_AT = 64
 _LINES = 60
 _LINE_SECONDS = 60.0
 """Time after which there may be one line more."""
@@ -51,8 +49,10 @@ class LimitedProtocol(_Protocol):  # type: ignore[misc]  # httptools' or h11's
 
     most = _MOST_DESCRIPTORS
     """Largest number of connections."""
-    accepted: ClassVar[dict[LimitedProtocol, None]]
-    """Connections of the server, the oldest first."""
+    accepted: ClassVar[set[LimitedProtocol]]
+    """Connections of the server."""
+    resting: ClassVar[dict[LimitedProtocol, None]]
+    """Those without a whole request, the one that has waited longest first."""
     header_seconds = HEADER_SECONDS
     _refused = False
     _timer: asyncio.TimerHandle | None = None
@@ -63,32 +63,43 @@ class LimitedProtocol(_Protocol):  # type: ignore[misc]  # httptools' or h11's
             self._refused = True
             transport.abort()
             return
-        self.accepted[self] = None
+        self.accepted.add(self)
+        self.resting[self] = None
         super().connection_made(transport)
         self._wait_for_headers()
 
     def connection_lost(self, error: Exception | None) -> None:
         """End a connection."""
         self._stop_waiting()
-        self.accepted.pop(self, None)
+        self._leave()
         if not self._refused:
             super().connection_lost(error)
 
     def _make_room(self) -> bool:
-        """Close the oldest connection without a whole request; False if there is none among the oldest."""
-        for connection in list(islice(self.accepted, _LOOKED_AT)):
-            del self.accepted[connection]
-            if not connection._is_asked() or connection.cycle.more_body:
-                connection.transport.abort()
-                return True
-            self.accepted[connection] = None  # the next look is at others
-        return False
+        """Close the connection that has waited longest for a whole request; False if none waits."""
+        longest = next(iter(self.resting), None)
+        if longest is not None:
+            longest._leave()
+            longest.transport.abort()
+        return longest is not None
+
+    def _leave(self) -> None:
+        self.accepted.discard(self)
+        self.resting.pop(self, None)
+
+    def on_response_complete(self) -> None:
+        """Wait for another request."""
+        super().on_response_complete()
+        if self in self.accepted and not self._is_asked():
+            self.resting[self] = None
 
     def data_received(self, data: bytes) -> None:
         """Take bytes."""
         if self._refused:
             return
         super().data_received(data)
+        if self._is_asked() and not self.cycle.more_body:
+            self.resting.pop(self, None)
         if self._is_asked():
             self._stop_waiting()
         else:
@@ -115,7 +126,7 @@ class LimitedProtocol(_Protocol):  # type: ignore[misc]  # httptools' or h11's
 
 def limited_protocol(most: int) -> type[LimitedProtocol]:
     """The protocol of a server with at most so many connections."""
-    return type("ServerProtocol", (LimitedProtocol,), {"most": most, "accepted": {}})
+    return type("ServerProtocol", (LimitedProtocol,), {"most": most, "accepted": set(), "resting": {}})
 
 
 class FewLines(logging.Filter):

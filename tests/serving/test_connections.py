@@ -84,6 +84,26 @@ def test_whole_requests_have_the_place_of_those_that_are_not(
         held[3].recv(1)
 
 
+def test_a_connection_that_has_asked_before_stays(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest connection may be that of a client that asks again and again."""
+    monkeypatch.setattr(LimitedProtocol, "header_seconds", 60.0)
+    host, port = address
+    with httpx2.Client(base_url=f"http://{host}:{port}") as client:
+
+        def address_of_client() -> object:
+            return client.get("/").extensions["network_stream"].get_extra_info("client_addr")
+
+        first = address_of_client()
+        held = [socket.create_connection(address) for _ in range(3)]
+        assert address_of_client() == first
+        held += [socket.create_connection(address) for _ in range(2)]
+        assert all(map(is_closed, held[:2]))
+        assert address_of_client() == first
+        held[2].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            held[2].recv(1)
+
+
 def test_requests_that_are_answered_keep_their_place(address: tuple[str, int]) -> None:
     held = [socket.create_connection(address) for _ in range(4)]
     for connection in held:
