@@ -29,7 +29,7 @@ from hybrid_rlhf.planning.candidates import (
     samplings,
     shardings,
 )
-from hybrid_rlhf.planning.costs import Costs
+from hybrid_rlhf.planning.costs import Costs, Work
 from hybrid_rlhf.planning.memo import once_for
 from hybrid_rlhf.planning.placed_memory import MemoryModel, PlanMemory
 from hybrid_rlhf.planning.plans import LEARNERS, SAMPLER, StepPlan
@@ -109,6 +109,8 @@ class _Way(NamedTuple):
     """Bytes on each rank."""
     added: float
     """Bytes that reading or training adds."""
+    beside: float
+    """With a lag, seconds in which the role computes, which a thread that samples on its ranks waits for."""
 
     def beats(self, other: _Way) -> bool:
         """True if it takes no more of anything; of equal ones, true for the first."""
@@ -200,7 +202,11 @@ class Search:
         ways = {name: self._ways_of(layout, name, offload) for name in self._job.roles}
         sampled = min(self._fastest_sampling(layout, offload, way.sharding) for way in ways["actor"])
         fastest = {
-            name: some[0]._replace(read=min(way.read for way in some), update=min(way.update for way in some))
+            name: some[0]._replace(
+                read=min(way.read for way in some),
+                update=min(way.update for way in some),
+                beside=min(way.beside for way in some),
+            )
             for name, some in ways.items()
         }
         return self._seconds(layout, fastest, sampled)
@@ -251,6 +257,8 @@ class Search:
         values = 0.0
         training = 0.0
         before = 0.0
+        beside = 0.0
+        sampler = SAMPLER if SAMPLER in layout.places else "actor"
         last = ways["critic"].update / self._job.updates if "critic" in ways else 0.0
         for names in layout.classes:
             learners = [ways[name] for name in names if name in LEARNERS]
@@ -259,9 +267,11 @@ class Search:
             busy = sum(way.update for way in learners)
             training = max(training, busy)
             before = max(before, busy - last * ("critic" in names))
+            if sampler in names:
+                beside = max(beside, sum(ways[name].beside for name in names if name in ways))
         main = self._fixed + frozen + values + max(training, before + ahead)
         # with a lag, ranks that send no weights go on to score during a sync
-        return max(main, sampled) if lag_of(self._job, layout) else main + sampled
+        return max(main, sampled + beside) if lag_of(self._job, layout) else main + sampled
 
     @once_for(
         lambda self, layout, offload, actor: (
@@ -290,8 +300,7 @@ class Search:
             self._way(layout, name, sharding, offload)
             for sharding in shardings(self._job, self._cluster, name, layout.places[name])
         ]
-        # the actor's stage decides the weight sync too; with a lag compute counts beside sampling, and the rest may not
-        if name == "actor" or lag_of(self._job, layout):
+        if name == "actor":  # its stage decides the weight sync too
             return ways
         return [way for way in ways if not any(other.beats(way) for other in ways)]
 
@@ -299,9 +308,10 @@ class Search:
         role = self._job.roles[name]
         plan = plan_of(self._job, layout, {name: sharding}, offload=offload)
         times = self._job.actor_reads(lag=plan.policy_lag) if name == "actor" else 1
-        read = (self.costs.read(role, plan) * times).seconds
-        update = self.costs.updates(role, plan).seconds if role.is_trained else 0.0
-        return _Way(sharding, read, update, *self.memory.of_role(plan, name))
+        read = self.costs.read(role, plan) * times
+        update = self.costs.updates(role, plan) if role.is_trained else Work()
+        beside = (read + update).compute if plan.policy_lag else 0.0
+        return _Way(sharding, read.seconds, update.seconds, *self.memory.of_role(plan, name), beside)
 
     def _roomy(self, layout: Layout, ways: Mapping[str, list[_Way]], name: str) -> list[_Way]:
         """The ways of a role that leave room for the least of the others."""
