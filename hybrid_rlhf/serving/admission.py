@@ -94,6 +94,8 @@ class Admission(ABC):
         start = time.perf_counter()
         span = begin_span(scope["method"], headers)
         refusal = self._refusal(scope, headers)
+        if refusal is not None and scope["method"] in ("POST", "PUT"):
+            refusal.headers["Connection"] = "close"  # or its body would be read, whatever its size
         counts = refusal is None and scope["path"] not in self.open_paths
         self._activity.requests += counts
         try:

@@ -19,8 +19,10 @@ from starlette.exceptions import HTTPException
 
 from hybrid_rlhf.cli.saved_models.loading import load_engine
 from hybrid_rlhf.configs.inference import ServeConfig
+from hybrid_rlhf.serving.admission import Activity, KeyAdmission
 from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.episodes import EpisodeQueue
+from hybrid_rlhf.serving.metrics import Metrics
 from hybrid_rlhf.serving.service import Service, UnknownEpisode
 from hybrid_rlhf.serving.web import (
     CLIENT_CLOSED,
@@ -213,6 +215,26 @@ def test_a_client_that_leaves_within_its_body_is_no_error() -> None:
 
     asyncio.run(app({"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}, receive, send))
     assert sent[0]["status"] == CLIENT_CLOSED
+
+
+def test_the_body_of_a_refused_request_is_not_read() -> None:
+    """Reading it takes as long as for one that has a key."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def check() -> None:
+        app = FastAPI()
+        rules, activity = AccessRules("127.0.0.1"), Activity()
+        admission = KeyAdmission(
+            app, api_key="k", requests=Metrics("a").requests, rules=rules, activity=activity, max_body_bytes=9
+        )
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": [(b"host", b"127.0.0.1")]}
+        await admission(scope, lambda: pytest.fail("read"), send)
+
+    asyncio.run(check())
+    assert sent[0]["status"] == 401 and (b"connection", b"close") in sent[0]["headers"]
 
 
 def test_an_answer_has_only_numbers_of_json() -> None:

@@ -627,6 +627,17 @@ def test_a_checkpoint_that_is_broken_is_named_by_its_path(service: TrainingServi
         assert path in answer["error"] and str(folder.parent) not in answer["error"], answer
 
 
+def test_a_slow_disk_holds_up_no_other_client(alice: Client, bob: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions were written by the thread that answers."""
+    gate = Gate(store.write_whole)
+    monkeypatch.setattr(store, "write_whole", gate)
+    with ThreadPoolExecutor(1) as threads:
+        session = threads.submit(alice.session)
+        with gate.held():
+            assert bob.get("healthz").status_code == 200
+        assert session.result()
+
+
 def test_a_full_disk_is_named(alice: Client, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The key can make room itself."""
 

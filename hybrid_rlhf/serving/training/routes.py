@@ -42,13 +42,16 @@ from hybrid_rlhf.serving.web import FiniteJSON
 def add_routes(router: APIRouter, service: TrainingService) -> None:
     """Add the routes that the service answers."""
 
-    def post(path: str, kind: type[BodyT], answer: Callable[[Tenant, BodyT, bytes], JsonObject]) -> None:
-        """Answer JSON bodies of a kind. A faulty command takes its place in the order, if it tells which."""
+    def post(
+        path: str, kind: type[BodyT], answer: Callable[[Tenant, BodyT, bytes], JsonObject], *, writes: bool = False
+    ) -> None:
+        """Answer JSON bodies of a kind; `writes`: the answer writes a file, for which others do not wait. A faulty
+        command takes its place in the order, if it tells which."""
 
         @router.post(f"/{path}")
         async def route(request: Request, tenant: Sender) -> JsonObject:
             accept = await read(request, lambda content: checked(tenant, content), kind.most_bytes)
-            return accept()
+            return await asyncio.to_thread(accept) if writes else accept()
 
         def checked(tenant: Tenant, content: bytes) -> Callable[[], JsonObject]:
             """What answers a body on the event loop."""
@@ -74,7 +77,7 @@ def add_routes(router: APIRouter, service: TrainingService) -> None:
     post("client/config", EmptyBody, client_config)
     post("client/dynamic_config", EmptyBody, lambda *_: {"sample_cancel_enabled": True})
     post("telemetry", EmptyBody, lambda *_: {"status": "accepted"})  # nothing is kept of it
-    post("create_session", SessionBody, service.create_session)
+    post("create_session", SessionBody, service.create_session, writes=True)
     post("session_heartbeat", SessionId, service.heartbeat)
     post("create_model", CreateModelBody, service.create_model)
     post("get_info", ModelId, service.info)
@@ -84,7 +87,7 @@ def add_routes(router: APIRouter, service: TrainingService) -> None:
     post("save_weights_for_sampler", SaveForSamplerBody, service.save)
     post("save_weights_external", SaveExternalBody, service.save)
     post("load_weights", LoadBody, service.load)
-    post("create_sampling_session", SamplerBody, service.create_sampler)
+    post("create_sampling_session", SamplerBody, service.create_sampler, writes=True)
     post("join_sampling_session", SamplerId, service.join_sampler)
     post("asample", SampleBody, service.sample)
     post("cancel_future", RetrieveBody, cancel)
@@ -123,7 +126,8 @@ def add_views(router: APIRouter, service: TrainingService) -> None:
     @router.post("/sessions/{session_id}/finish")
     async def finish(request: Request, tenant: Sender, session_id: str) -> JsonObject:
         await body_of(request, EmptyBody)
-        service.finish_session(tenant, session_id)
+        await asyncio.to_thread(service.sessions.finish, session_id, tenant)
+        service.worker.sweep_soon()
         return {}
 
     @router.get("/samplers/{sampler_id}")
@@ -143,6 +147,8 @@ def add_results(router: APIRouter, service: TrainingService, activity: Activity,
         while not future.done.is_set() and not activity.stops and (left := end - time.monotonic()) > 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(future.done.wait(), min(1.0, left))
+            if await request.is_disconnected():
+                break
         if isinstance(future.answer, bytes):
             return Response(future.answer, media_type="application/x-protobuf")
         waiting = {"type": "try_again", "request_id": future.request_id, "queue_state": "active"}

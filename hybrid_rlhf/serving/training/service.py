@@ -56,7 +56,7 @@ _ROW_BYTES = 4096
 
 
 class TrainingService:
-    """The service of one base model. Used on the event loop only."""
+    """The service of one base model. Used on the event loop, except for `create_session` and `create_sampler`."""
 
     def __init__(
         self,
@@ -110,11 +110,6 @@ class TrainingService:
         """Take a sign of life."""
         self.sessions.find(body.session_id, tenant)
         return {"type": "session_heartbeat"}
-
-    def finish_session(self, tenant: Tenant, session_id: str) -> None:
-        """End a session: its models leave the engine when their commands have ended; what they saved stays."""
-        self.sessions.finish(session_id, tenant)
-        self.worker.sweep_soon()
 
     # -- models
 

@@ -33,7 +33,7 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a server. Used on the event loop only."""
+    """The sessions of a server. Used on any thread."""
 
     def __init__(self, records: Records) -> None:
         """Take the records; their sessions continue."""
@@ -55,7 +55,7 @@ class Sessions:
 
     def of_tenant(self, tenant: Tenant) -> list[str]:
         """Ids of a key's sessions that have not finished."""
-        sessions = self._by_id.items()
+        sessions = list(self._by_id.items())
         return [key for key, session in sessions if session.tenant == tenant.name and not session.finished]
 
     def find(self, session_id: str, tenant: Tenant) -> Session:
@@ -104,7 +104,8 @@ class Sessions:
         """Forget the sessions whose time is over, except needed ones; returns their ids. Their records are there
         still, so that a server that is killed meanwhile removes what they had later."""
         limit = time.monotonic() - KEPT_SECONDS
-        over = [key for key, session in self._by_id.items() if session.last_seen < limit and key not in needed]
+        known = list(self._by_id.items())
+        over = [key for key, session in known if session.last_seen < limit and key not in needed]
         for session_id in over:
             del self._by_id[session_id]
         return over
