@@ -30,7 +30,7 @@ COMMANDS = {
     "generate": ("saved_models.generate", "Complete the prompts of a file"),
     "serve": ("saved_models.serve", "Serve a saved model over HTTP with OpenAI's API"),
     "train-server": ("saved_models.train_server", "Train and sample adapters of a model over HTTP, with Tinker's API"),
-    "evaluate": ("saved_models.evaluate", "Evaluate a saved model: perplexity, accuracy, win rate, pass@k, lm-eval"),
+    "evaluate": ("saved_models.evaluate", "Evaluate a saved model: perplexity, accuracy, win rate, pass@k"),
     "export": ("saved_models.export", "Export a model: merged adapters, another dtype, GGUF"),
     "push": ("saved_models.push", "Upload a saved model to the Hugging Face hub"),
     "board": ("runs.board", "Show runs in a browser: curves, rollouts, preferences, chat, start and stop"),

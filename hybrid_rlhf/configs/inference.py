@@ -37,7 +37,7 @@ _GENERATING_KEYS = (
 )
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*]+")
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
-_MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks", "inspect": "inspect_tasks"}  # nosec B105
+_MEASURES = {"win_rate": "against", "pass_rate": "reward"}  # nosec B105
 """The key that a measure needs besides rows; measures that are not listed need none."""
 
 
@@ -300,13 +300,16 @@ class JudgeConfig(Settings):
 
 
 class EvaluateConfig(InferenceConfig):
-    """Evaluate a saved model on held-out rows, against another model, or with lm-evaluation-harness or Inspect AI."""
+    """Evaluate a saved model on held-out rows, or against another model."""
 
-    measure: Literal["auto", "perplexity", "accuracy", "win_rate", "pass_rate", "harness", "inspect"] = "auto"
+    retired = dict.fromkeys(
+        ("tasks", "tasks_folder", "few_shot", "apply_chat_template", "inspect_tasks"),
+        "start `hybrid-rlhf serve`, and run lm_eval or inspect on it, see docs/serving.md#evaluation-harnesses",
+    )
+    measure: Literal["auto", "perplexity", "accuracy", "win_rate", "pass_rate"] = "auto"
     """perplexity: assistant tokens in conversations; accuracy: reward model on preference pairs; win_rate: against
-    another model, by a judge; pass_rate: pass@k and mean@k of a verified reward; harness: tasks of
-    lm-evaluation-harness; inspect: tasks of Inspect AI. auto: inferred from the other keys, else accuracy for a reward
-    model and perplexity for other models."""
+    another model, by a judge; pass_rate: pass@k and mean@k of a verified reward. auto: inferred from the other keys,
+    else accuracy for a reward model and perplexity for other models."""
     data: list[str] = []
     """Rows with the columns of the corresponding step: files, folders or hub names."""
     max_rows: Count | None = None
@@ -327,18 +330,8 @@ class EvaluateConfig(InferenceConfig):
     """Completions with at least this reward pass."""
     k: list[int] = [1]
     """The k of pass@k, each at most sampling.n."""
-    tasks: list[str] = []
-    """Tasks of lm-evaluation-harness."""
-    tasks_folder: str | None = advanced(None)
-    """Folder with additional tasks, as YAML files."""
-    few_shot: int | None = advanced(None)
-    """Number of examples in the prompts of harness; null: the task's own setting."""
-    apply_chat_template: bool = False
-    """Render the prompts of harness with the chat template, for models trained on conversations."""
-    inspect_tasks: list[str] = []
-    """Tasks of Inspect AI: FILE.py, FILE.py@TASK, or PACKAGE/TASK of an installed package."""
     seed: Seed = 0
-    """Seed of the sampling, of the bootstrap and of few-shot examples."""
+    """Seed of the sampling and of the bootstrap."""
     output: str | None = None
     """JSON file to write, with the results, settings and versions; null: none."""
     overwrite: bool = False
@@ -379,10 +372,7 @@ class EvaluateConfig(InferenceConfig):
                 self.sampling.n == 1,
                 f"win_rate compares one completion per prompt, got sampling.n {self.sampling.n}: leave it out",
             )
-        require(
-            self.chosen in ("harness", "inspect") or self.data,
-            "evaluate needs rows, got none: give --data FILE, --tasks of lm-evaluation-harness or --inspect_tasks",
-        )
+        require(self.data, "evaluate needs rows, got none: give --data FILE")
         require(
             self.chosen != "pass_rate" or max(self.k) <= self.sampling.n,
             f"k must be at most sampling.n {self.sampling.n}, got {max(self.k)}: raise --sampling.n",

@@ -21,14 +21,13 @@ from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.models.head_check import module_logprobs
 from hybrid_rlhf.models.pretrained.cards import read_card_metadata
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from tests.support.commands import CommandLine
 from tests.support.messages import user
 from tests.support.ranks import run_main
 from tests.support.servers import json_server
-from tests.support.steps import MODULES, step_line, write_lines
+from tests.support.steps import MODULES, step_line
 from tests.support.tiny import save_tiny, tiny_model, tiny_scorer, tiny_tokenizer
 
 REWARD = """
@@ -42,35 +41,6 @@ def none(prompts, completions, **columns):
     return [None] * len(completions)
 """
 
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {folder}/rows.jsonl
-test_split: test
-doc_to_text: "Q: {{{{question}}}}\\nA:"
-"""
-CHOOSE = """
-output_type: multiple_choice
-doc_to_choice: choices
-doc_to_target: gold
-metric_list:
-  - metric: acc
-"""
-WRITE = """
-output_type: generate_until
-doc_to_target: answer
-generation_kwargs:
-  until: ["\\n"]
-  max_gen_toks: 6
-  do_sample: false
-process_results: !function lengths.lengths
-metric_list:
-  - metric: mean_length
-    aggregation: mean
-    higher_is_better: true
-"""
 Measured = Callable[[str], Any]
 
 
@@ -269,96 +239,14 @@ def test_estimates() -> None:
     assert bootstrap([2.0, 2.0], [1.0, 1.0], seed=0, transform=np.exp) == Estimate(*[math.exp(2.0)] * 3)
 
 
-def test_tasks_of_the_harness_are_run_on_the_engine(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, measured: Measured
-) -> None:
-    """A task with choices, one with texts, both of a file."""
-    pytest.importorskip("lm_eval")
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # starts pip and others, for a minute
-    rows = [{"question": f"say {i}", "choices": ["aa", "b c"], "gold": i % 2, "answer": "x"} for i in range(5)]
-    write_lines(tmp_path / "rows.jsonl", rows)
-    tasks = tmp_path / "tasks"
-    tasks.mkdir()
-    (tasks / "choose.yaml").write_text(TASK.format(name="tiny_choose", folder=tmp_path) + CHOOSE)
-    (tasks / "write.yaml").write_text(TASK.format(name="tiny_write", folder=tmp_path) + WRITE)
-    (tasks / "lengths.py").write_text("def lengths(doc, results):\n    return {'mean_length': len(results[0])}\n")
-    line = f"{model_folder} --tasks '[tiny_choose, tiny_write]' --tasks_folder {tasks} --max_length 64"
-    results = measured(line)["results"]
-    assert results["tiny_choose rows"] == results["tiny_write rows"] == 5
-    lm, tokenizer = tiny_model(), tiny_tokenizer()
-    contexts = [tokenizer(f"Q: {row['question']}\nA:")["input_ids"] for row in rows]
-    right = []
-    for row, context in zip(rows, contexts, strict=True):
-        choices = [tokenizer(f" {choice}")["input_ids"] for choice in row["choices"]]
-        scores = [float(module_logprobs(lm, context + text)[-len(text) :].sum()) for text in choices]
-        right.append(int(np.argmax(scores)) == row["gold"])
-    assert results["tiny_choose acc"]["value"] == pytest.approx(np.mean(right))
-    written = texts_of(model_folder, contexts, max_new_tokens=6, temperature=0.0)
-    lengths = [len(text.partition("\n")[0]) for (text,) in written]
-    assert results["tiny_write mean_length"]["value"] == pytest.approx(np.mean(lengths))
-
-
-INSPECT = """
-from inspect_ai import Task, task
-from inspect_ai.dataset import Sample
-from inspect_ai.scorer import Score, Target, mean, scorer, stderr
-
-@scorer(metrics=[mean(), stderr()])
-def length():
-    async def score(state, target: Target):
-        return Score(value=float(len(state.output.completion)))
-    return score
-
-class NoScore(Exception):
-    def __repr__(self):
-        return "no score\\n  of this"
-
-@scorer(metrics=[mean()])
-def raising():
-    async def score(state, target: Target):
-        raise NoScore
-    return score
-
-@task
-def broken():
-    return Task(dataset=[Sample(input="say", target="x")], scorer=raising())
-
-@task
-def lengths():
-    return Task(dataset=[Sample(input=f"say {n}", target="x") for n in range(5)], scorer=length())
-
-"""
-
-
-def test_tasks_of_inspect_are_run_on_the_engine(
-    tmp_path: Path, model_folder: Path, measured: Measured, cli: CommandLine
-) -> None:
-    pytest.importorskip("inspect_ai")
-    (tmp_path / "tasks.py").write_text(INSPECT)
-    line = f"{model_folder} --sampling.temperature 0 --sampling.max_new_tokens 9 --max_length 64"
-    line += f" --inspect_tasks {tmp_path}/tasks.py@"
-    document = measured(f"{line}lengths")
-    assert document["measure"] == "inspect" and document["results"]["lengths rows"] == 5
-    lengths = [len(text) for (text,) in texts_of(model_folder, said(5), max_new_tokens=9, temperature=0.0)]
-    found = document["results"]["lengths length mean"]
-    assert found["value"] == pytest.approx(np.mean(lengths)) and found["low"] < found["value"] < found["high"]
-    for name, error in (("absent", "must"), ("broken", "must run to their ends, broken does not (no score): check it")):
-        assert f"error: tasks of Inspect {error}" in cli(f"evaluate {line}{name}").err
-
-
-@pytest.mark.faults
-def test_a_task_that_is_not_there_is_one_line(model_folder: Path, cli: CommandLine) -> None:
-    pytest.importorskip("lm_eval")
-    assert (
-        "error: tasks must be tasks of lm-evaluation-harness, no_such_task is none"
-        in cli(f"evaluate {model_folder} --tasks no_such_task").err
-    )
-
-
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
         ("", "evaluate needs rows, got none"),
+        (
+            "--data {data} --tasks x",
+            "unknown option --tasks: start `hybrid-rlhf serve`, and run lm_eval or inspect on it",
+        ),
         ("--data {data} --against x", "win_rate needs a judge"),
         ("--data {data} --judge.model a --judge.url b", "judge takes one of model and url"),
         ("--data {data} --against x --reward a:b", "one measure at a time, got against and reward"),

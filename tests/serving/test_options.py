@@ -140,27 +140,6 @@ def test_prompt_logprobs_may_have_the_most_likely_tokens(asked: Asked) -> None:
     assert all(len(entry) in (3, 4) for entry in choice.prompt_logprobs[1:])
 
 
-def test_the_harness_reads_likelihoods_as_from_its_own_backend(asked: Asked) -> None:
-    """lm-evaluation-harness' client for this API against its Hugging Face backend."""
-    pytest.importorskip("tenacity")
-    instances = pytest.importorskip("lm_eval.api.instance")
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
-
-    texts = [("2 + 2?", " It is 4."), ("hello", " world"), ("a", "b"), ("The answer:", " none of these")]
-    requests = [instances.Instance("loglikelihood", {}, pair, place) for place, pair in enumerate(texts)]
-    asked.model.name_or_path = "m"
-    expected = HFLM(pretrained=asked.model, tokenizer=asked.tokenizer, batch_size=2).loglikelihood(requests)
-    api = LocalCompletionsAPI(
-        base_url=f"{asked.url}/v1/completions", pretrained="m", tokenizer_backend=None, batch_size=2, max_length=200
-    )
-    api.tokenizer, api.tokenizer_backend = asked.tokenizer, "huggingface"
-    found = api.loglikelihood(requests)
-    for (value, greedy), (wanted, wanted_greedy) in zip(found, expected, strict=True):
-        assert value == pytest.approx(wanted, abs=1e-3) and greedy == wanted_greedy
-    assert any(greedy for _, greedy in expected) or len({value for value, _ in expected}) == len(texts)
-
-
 @pytest.mark.parametrize(
     ("more", "params"),
     [

@@ -5,21 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.parsing.building import plain
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.atomic import output_file, write_whole
 from hybrid_rlhf.runtime.output import print_result
 
-_EXTRAS = (
-    ("harness", "lm_eval", "tasks need lm-evaluation-harness"),
-    ("inspect", "inspect_ai", "inspect_tasks need Inspect AI"),
-)
-"""Measures that need an extra, with its package."""
 if TYPE_CHECKING:
     from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement
 
@@ -30,9 +23,6 @@ def main(config: EvaluateConfig) -> None:
     output = None
     if config.output is not None:
         output = output_file(config.output, "--output", overwrite=config.overwrite)
-    for name, package, what in _EXTRAS:
-        if config.chosen == name and find_spec(package) is None:
-            raise UserError(f"{what}, which is not installed: pip install 'hybrid_rlhf[{name}]'")
     measure, results = _measure(config)
     document = _document(config, measure, results)
     if output is not None:
@@ -52,14 +42,6 @@ def _measure(config: EvaluateConfig) -> tuple[str, Measurement]:
     if config.chosen == "pass_rate":
         return "pass_rate", pass_rate(config)
     place = find_model(config)
-    if config.chosen == "harness":
-        from hybrid_rlhf.cli.saved_models.evaluation.harness import harness
-
-        return "harness", harness(config, place)
-    if config.chosen == "inspect":
-        from hybrid_rlhf.cli.saved_models.evaluation.inspect_tasks import inspect_tasks
-
-        return "inspect", inspect_tasks(config, place)
     name = ("accuracy" if place.scores else "perplexity") if config.chosen == "auto" else config.chosen
     return name, {"accuracy": held_out.accuracy, "perplexity": held_out.perplexity}[name](config, place)
 

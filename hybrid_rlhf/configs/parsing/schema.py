@@ -344,7 +344,8 @@ def unknown_key(name: str, layer: Layer, tree: Section) -> UserError:
     if not known:
         return UserError(f"{_place(layer)}unknown option --{name}: this command has none")
     option = f"option --{name}" if layer.origin is None else f"key {name}"
-    return UserError(f"{_place(layer)}unknown {option}: {_hint(name, known)}")
+    hint = getattr(tree.kind, "retired", {}).get(name) or _hint(name, known)
+    return UserError(f"{_place(layer)}unknown {option}: {hint}")
 
 
 def _hint(wrong: str, known: Sequence[str]) -> str:

@@ -88,7 +88,9 @@ class Settings:
 
     A class may have a method `_check`, which raises UserError for values that contradict each other; those of base
     classes run first. It may have a mapping `following` from keys whose defaults follow from other values to functions
-    that return these defaults, from the values of the section and its inner ones by key.
+    that return these defaults, from the values of the section and its inner ones by key. The class of a command may
+    have a mapping `retired` from keys of earlier versions to what does their work now, which the errors of these keys
+    name.
     """
 
     def __init_subclass__(cls) -> None:
