@@ -388,6 +388,10 @@ class EvaluateConfig(InferenceConfig):
 class ExportConfig(Settings):
     """Export a model: merged adapters, another dtype, shards, or one GGUF file."""
 
+    retired = {
+        "modelfile": "export the file, and run `ollama create` with FROM and its name, see docs/saved_models.md#export",
+        "check_vllm": "export the folder, and run `vllm serve` with its name, see docs/saved_models.md#export",
+    }
     path: ModelName = ""
     """Model: a folder that a step saved, a hub name, a .gguf file, or "embedded"."""
     output: Annotated[str, "--output must name what to write, got none: give a folder or a .gguf file"] = ""
@@ -403,10 +407,6 @@ class ExportConfig(Settings):
     check: bool = False
     """Compare the greedy tokens of the exported model on ten prompts with those of the source: in transformers, or in
     llama.cpp for gguf. A difference beyond rounding is exit code 1."""
-    modelfile: bool = False
-    """With gguf, also write OUTPUT.Modelfile for Ollama, with the template, stop words and parameters."""
-    check_vllm: str | None = advanced(None)
-    """Interpreter of an environment with vLLM, which compares the tokens of an exported folder there."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
@@ -420,14 +420,6 @@ class ExportConfig(Settings):
         require(
             is_gguf or self.dtype != "q8_0",
             "dtype q8_0 is for format gguf, got safetensors: set --format gguf",
-        )
-        require(
-            is_gguf or not self.modelfile,
-            f"modelfile is for format gguf, got {self.format}: set --format gguf, or leave it out",
-        )
-        require(
-            not is_gguf or self.check_vllm is None,
-            f"check_vllm is for format safetensors, got {self.format}: leave it out",
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,34 +22,6 @@ from tests.support.models import random_adapter
 from tests.support.tiny import VOCABULARY, save_tiny, tiny_model, tiny_tokenizer
 
 PROBE = list(range(3, 40))
-VLLM = """
-from types import SimpleNamespace
-
-import torch
-from transformers import AutoModelForCausalLM
-
-SamplingParams = SimpleNamespace
-
-
-class LLM:
-    def __init__(self, model, dtype, **_):
-        self.lm = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-
-    def generate(self, prompts, params, use_tqdm):
-        return [self.one(torch.tensor([prompt["prompt_token_ids"]]), params) for prompt in prompts]
-
-    def one(self, ids, params):
-        whole = self.lm.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=params.max_tokens,
-            eos_token_id=params.stop_token_ids,
-            pad_token_id=0,
-        )
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=whole[0, ids.shape[1] :].tolist())])
-"""
-"""A package with vLLM's calls, which transformers answers."""
 
 
 def logprobs(folder: Path) -> torch.Tensor:
@@ -193,12 +164,18 @@ def test_a_reward_model_keeps_its_head(paths: dict[str, str], tmp_path: Path, cl
         ("{model} --output {out}.gguf", "output of format safetensors does not end with .gguf"),
         ("{model} --output {out} --dtype q8_0", "dtype q8_0 is for format gguf"),
         ("{model} --output {out} --adapter {model}", "adapter_config.json"),
-        ("{model} --output {out} --modelfile true", "modelfile is for format gguf"),
+        (
+            "{model} --output {out} --modelfile true",
+            "--modelfile: export the file, and run `ollama create`",
+        ),
         ("{reward} --output {out}.gguf --format gguf", "causal LMs of the families"),
         ("{large} --output {out} --dtype float16", "weights must fit --dtype"),
         ("{model} --output {out} --adapter {adapter}", "must fit LlamaForCausalLM"),
         ("{reward} --output {out} --check", "is a reward model"),
-        ("{model} --output {out}.gguf --format gguf --check_vllm p", "check_vllm is for format safetensors"),
+        (
+            "{model} --output {out} --check_vllm p",
+            "--check_vllm: export the folder, and run `vllm serve`",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(
@@ -272,31 +249,6 @@ def test_a_checked_gguf_file_answers_the_same_in_llama_cpp(tmp_path: Path, check
     for dtype in ("float32", "q8_0"):
         code, found = checked(f"{source} --output {tmp_path}/{dtype}.gguf --format gguf --dtype {dtype}")
         assert (code, found["faults"], found["program"]) == (0, [], "llama.cpp")
-
-
-@pytest.mark.slow
-def test_a_check_in_vllm_compares_the_tokens_that_its_interpreter_prints(
-    model_folder: Path, tmp_path: Path, cli: CommandLine
-) -> None:
-    """Without vLLM: a package of its name answers with transformers, and one that fails is named."""
-    package = tmp_path / "packages" / "vllm"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(VLLM)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    line = f"export {model_folder} --check_vllm {python} --output {tmp_path}"
-    result = cli(f"{line}/same --json").result
-    assert result["check_vllm"] == {"program": "vLLM", "equal": 10, "rounded": 0, "faults": []}
-    assert "check" not in result
-    (package / "__init__.py").write_text(VLLM.replace(".tolist()", ".add(1).tolist()"))
-    ended = cli(f"{line}/other --json")
-    assert ended.code == 1 and ended.result["check_vllm"]["faults"]
-    (package / "__init__.py").write_text("raise RuntimeError('no kernels for this machine')")
-    refused = cli.refused(f"{line}/refused")
-    assert "vLLM must load" in refused and "no kernels for this machine" in refused
-    refused = cli.refused(f"export {model_folder} --output {tmp_path}/x --check_vllm /none")
-    assert "--check_vllm must be the interpreter of an environment with vLLM, got /none" in refused
 
 
 def test_a_check_without_its_program_says_so(

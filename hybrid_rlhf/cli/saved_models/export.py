@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ExportConfig
 from hybrid_rlhf.runtime.command_line import command
-from hybrid_rlhf.runtime.files.atomic import whole_folder, write_whole
+from hybrid_rlhf.runtime.files.atomic import whole_folder
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.output import print_result
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from hybrid_rlhf.cli.saved_models.export_check import CheckResult
     from hybrid_rlhf.models.pretrained.gguf.writing import GGUFType
     from hybrid_rlhf.models.pretrained.loading import Architecture
 
@@ -33,8 +32,7 @@ def main(config: ExportConfig) -> None:
         raise UserError(f"--output must not exist, {config.output} does: choose another, or remove it")
     import torch
 
-    from hybrid_rlhf.cli.saved_models.export_check import require_program
-    from hybrid_rlhf.cli.saved_models.modelfile import modelfile
+    from hybrid_rlhf.cli.saved_models.export_check import check_export, require_program
     from hybrid_rlhf.models.pretrained.adapters import merge_adapter
     from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
     from hybrid_rlhf.models.pretrained.gguf.writing import write_gguf
@@ -58,13 +56,10 @@ def main(config: ExportConfig) -> None:
         raise UserError(f"--dtype must be {', '.join(_GGUF_TYPES)}, {config.path} is stored in {dtype}: set --dtype")
     # float32 avoids rounding when an adapter is merged or a GGUF file compared.
     wide = config.format == "gguf" or config.adapter is not None
-    checks = config.check or config.check_vllm is not None
     role: Architecture = "scorer" if is_scorer(source) else "causal_lm"
-    if checks and role == "scorer":
+    if config.check and role == "scorer":
         raise UserError(f"--check compares completions, {config.path} is a reward model: leave it out")
     lm = _load(path, role, config, torch.float32 if wide else stored)
-    # first, as a template may be refused
-    for_ollama = modelfile(output, tokenizer, lm.generation_config) if config.modelfile else None
     if config.adapter is not None:
         lm = merge_adapter(lm, config.adapter)
     result: dict[str, Any] = {"output": str(output), "format": config.format, "dtype": dtype}
@@ -72,46 +67,22 @@ def main(config: ExportConfig) -> None:
         result["logprob_change"] = write_gguf(
             output, lm, tokenizer, weights=_GGUF_TYPES[dtype], name=Path(config.path).name
         )
-        if for_ollama is not None:
-            place = output.with_suffix(".Modelfile")
-            write_whole(place, for_ollama)
-            result["modelfile"] = str(place)
         text = f"{output}: {dtype}, read back; log-probs change by {result['logprob_change']:.2g} nats on average"
     else:
         _save_folder(output, lm, role, tokenizer, getattr(torch, dtype), config, card=Path(path, "README.md"))
         text = f"{output}: {dtype}"
-    if "modelfile" in result:
-        text += f"; ollama create NAME -f {result['modelfile']}"
     result["bytes"] = sum(file.stat().st_size for file in ([output] if output.is_file() else output.rglob("*")))
     size, unit = (2**30, "GiB") if result["bytes"] >= 2**29 else (2**20, "MiB")
     text = f"{text}, {result['bytes'] / size:.2f} {unit}"
-    found = {}
-    if checks:
-        del lm  # the reference is another model: merging has changed this one
-        found = _checks(config, output, path, tokenizer, dtype)
-        result |= {name: asdict(check) for name, check in found.items()}
-        text = "\n".join([text, *(check.text for check in found.values())])
-    print_result(result, text)
-    if any(check.faults for check in found.values()):
-        sys.exit(1)
-
-
-def _checks(
-    config: ExportConfig, output: Path, path: str, tokenizer: PreTrainedTokenizerBase, dtype: str
-) -> dict[str, CheckResult]:
-    """The comparisons of the export that the config asks for, by their keys."""
-    import torch
-
-    from hybrid_rlhf.cli.saved_models.export_check import check_export, check_in_vllm
-
+    if not config.check:
+        print_result(result, text)
+        return
+    del lm  # the reference is another model: merging has changed this one
     reference = _with_adapter(_load(path, "causal_lm", config, torch.float32), config.adapter)
-    settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
-    found = {}
-    if config.check:
-        found["check"] = check_export(output, reference, tokenizer, **settings)
-    if config.check_vllm is not None:
-        found["check_vllm"] = check_in_vllm(output, reference, tokenizer, python=config.check_vllm, **settings)
-    return found
+    found = check_export(output, reference, tokenizer, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    print_result(result | {"check": asdict(found)}, f"{text}\n{found.text}")
+    if found.faults:
+        sys.exit(1)
 
 
 def _with_adapter(lm: PreTrainedModel, adapter: str | None) -> PreTrainedModel:

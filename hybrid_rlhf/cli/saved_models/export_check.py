@@ -1,17 +1,13 @@
 """Whether an exported model answers as the model that was exported: greedy tokens on ten prompts.
 
-The exported files are read by the program that they are for: a folder by transformers, and by vLLM where its
-interpreter is given, a GGUF file by llama.cpp (llama-cpp-python). With an adapter, the reference is the model with the
+The exported files are read by the program that they are for: a folder by transformers, a GGUF file by llama.cpp
+(llama-cpp-python). With an adapter, the reference is the model with the
 adapter beside it, not merged. Both may choose another token where two are nearly as likely, so a difference counts if
 the reference prefers its own token by more than the rounding of the exported dtype.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess  # nosec B404
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -22,10 +18,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import encode_prompt, stop_token_ids
-from hybrid_rlhf.engines.vllm.process import server_environment
 from hybrid_rlhf.models.pretrained.folders import load_config
 from hybrid_rlhf.models.pretrained.loading import auto_class
-from hybrid_rlhf.runtime.world import default_device
 
 PROMPTS = (
     "Hello, who are you?",
@@ -43,18 +37,6 @@ NEW_TOKENS = 24
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05, "q8_0": 0.5}
 """Largest difference of log-probs, in nats, at which another token is a matter of rounding."""
 _PROMPT_TOKENS = 512
-_VLLM_CPU_CACHE_GIB = "1"
-_ASK_VLLM = """
-import json, pathlib, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
-    outputs = LLM(**asked["model"]).generate(prompts, SamplingParams(**asked["sampling"]), use_tqdm=False)
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    pathlib.Path(sys.argv[2]).write_text(json.dumps(tokens))
-"""
-"""Program in vLLM's environment: greedy tokens after each prompt."""
 Greedy = Callable[[Sequence[int]], list[int]]
 """Returns the greedy tokens after a prompt."""
 
@@ -109,57 +91,6 @@ def check_export(
     build = auto_class(load_config(str(output), trust_remote_code=trust_remote_code), "causal_lm")
     lm = build.from_pretrained(output, trust_remote_code=trust_remote_code).eval()
     return _compared("transformers", _transformers(lm, ends), read, reference, tokenizer, dtype=dtype)
-
-
-def check_in_vllm(
-    output: Path,
-    reference: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    dtype: str,
-    trust_remote_code: bool,
-    python: str,
-) -> CheckResult:
-    """Compare an exported folder in vLLM with its reference; as `check_export`, `python`: of vLLM's environment.
-
-    Raises:
-        UserError: when vLLM does not answer.
-    """
-    ends = frozenset(stop_token_ids(tokenizer, None))
-    read = AutoTokenizer.from_pretrained(output, trust_remote_code=trust_remote_code)
-    prompts = [encode_prompt([{"role": "user", "content": text}], read) for text in PROMPTS]
-    asked = {
-        "prompts": prompts,
-        "model": {
-            "model": str(output),
-            "dtype": dtype,
-            "trust_remote_code": trust_remote_code,
-            "max_model_len": max(map(len, prompts)) + NEW_TOKENS,
-            "generation_config": "vllm",  # no defaults of sampling from the model
-            "enforce_eager": True,
-        },
-        "sampling": {"temperature": 0.0, "max_tokens": NEW_TOKENS, "stop_token_ids": sorted(ends), "detokenize": False},
-    }
-    environment = server_environment(os.environ, default_device())
-    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", _VLLM_CPU_CACHE_GIB)
-    with tempfile.TemporaryDirectory() as folder:
-        answers = Path(folder) / "answers.json"
-        line = [python, "-c", _ASK_VLLM, json.dumps(asked), str(answers)]
-        try:
-            done = subprocess.run(line, capture_output=True, text=True, env=environment)  # a list  # nosec B603
-        except OSError as error:
-            raise UserError(
-                f"--check_vllm must be the interpreter of an environment with vLLM, got {python} ({error.strerror}): "
-                "give its path"
-            ) from error
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            raise UserError(
-                f"vLLM must load {output}, it does not ({last:.300}): leave --check_vllm out, or update vLLM"
-            )
-        tokens = json.loads(answers.read_text())
-    by_prompt = {tuple(prompt): ids for prompt, ids in zip(prompts, tokens, strict=True)}
-    return _compared("vLLM", lambda prompt: by_prompt[tuple(prompt)], read, reference, tokenizer, dtype=dtype)
 
 
 def _compared(
