@@ -171,6 +171,7 @@ class RLConfig(StepConfig):
     """RL: trains an actor on its own completions and their rewards, with PPO, GRPO or another algorithm."""
 
     following = {"algorithm.mini_batches": _mini_batches}
+    retired = {"adapters": "adapters on one base train through `hybrid-rlhf train-server`, see docs/adapters.md"}
 
     output_dir: str = setting("output/step3_ppo", mutable=True)
     """Folder of the run: actor/, critic/, config.yaml, metrics.jsonl, samples.jsonl, checkpoints."""

@@ -54,7 +54,6 @@ class GenerationEngine:
         weight_version: int = 0,
         shared: SharedWeights | None = None,
         keeps_backend: bool = False,
-        run: Callable[[Sequence[Request]], Iterable[NewTokens]] | None = None,
     ) -> None:
         """Wrap a backend; `from_pretrained` and `from_model` build one.
 
@@ -66,14 +65,11 @@ class GenerationEngine:
             shared: inference weights that follow the trained model, with its adapters; none: the caller updates the
                 backend.
             keeps_backend: do not close the backend with the engine, so that a later engine can use it.
-            run: runs requests, in a batch with those of others, and is also called without requests; none: the backend
-                runs them.
         """
         self._backend: GenerationBackend | None = backend
         self.weight_version = weight_version
         self._shared = shared
         self._keeps_backend = keeps_backend
-        self._run_requests = run
         self.maker = RequestMaker(
             backend.max_positions,
             backend.trained_positions,
@@ -410,9 +406,7 @@ class GenerationEngine:
             backend.close()
 
     def _run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
-        if self._run_requests is not None:
-            yield from self._run_requests(requests)
-        elif requests:
+        if requests:
             self._follow_model()
             yield from self.backend.run(requests)
 

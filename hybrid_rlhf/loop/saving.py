@@ -11,7 +11,6 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
-from hybrid_rlhf.engines.adapters.actor import AdapterActor
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.partition import adapter_tensors, full_tensors
 from hybrid_rlhf.loop.model_card import model_card
@@ -26,9 +25,7 @@ from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
 ADAPTER_FOLDER = "adapter"
 
 
-def save_engine(
-    run: Run, name: str, engine: ModelEngine | AdapterActor | AbsentEngine, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def save_engine(run: Run, name: str, engine: ModelEngine | AbsentEngine, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save a model of a run in a subfolder of the run; "" is the run's folder itself. The ranks with the model save.
 
     Adapters are merged into the model, and are also in its subfolder `adapter`, as peft writes them.
@@ -46,15 +43,13 @@ def save_engine(
     with disk_errors_translated(run.folder):
         save_model(
             folder,
-            engine.full_tensors() if isinstance(engine, AdapterActor) else full_tensors(engine.lm, engine.world),
+            full_tensors(engine.lm, engine.world),
             lm=engine.lm,
             tokenizer=tokenizer,
             world=engine.world,
             card=model_card(run, name, generates=engine.lm.can_generate()) if engine.world.is_main else None,
         )
-        if isinstance(engine, AdapterActor):
-            engine.save_adapter(folder / ADAPTER_FOLDER)
-        elif has_lora(engine.lm):
+        if has_lora(engine.lm):
             save_adapter(folder / ADAPTER_FOLDER, engine)
 
 
@@ -68,9 +63,7 @@ def save_adapter(folder: Path, engine: ModelEngine) -> None:
     engine.world.barrier()
 
 
-def finish(
-    run: Run, folders: Mapping[str, ModelEngine | AdapterActor | AbsentEngine], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def finish(run: Run, folders: Mapping[str, ModelEngine | AbsentEngine], tokenizer: PreTrainedTokenizerBase) -> None:
     """Save the models of a run by subfolder, then mark the run as finished. Every rank calls."""
     for name, engine in folders.items():
         save_engine(run, name, engine, tokenizer)

@@ -33,15 +33,13 @@ from hybrid_rlhf.planning.phase_memory import AnyStep
 from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.logs import logger
-from hybrid_rlhf.runtime.run import CONFIG_FILE, DATA_FILE, Callback, Run, SharedProcess, start_run
+from hybrid_rlhf.runtime.run import CONFIG_FILE, DATA_FILE, Callback, Run, start_run
 
 
 @contextlib.contextmanager
-def open_step(
-    config: AnyStep, callbacks: Sequence[Callback] = (), process: SharedProcess | None = None
-) -> Iterator[Run]:
+def open_step(config: AnyStep, callbacks: Sequence[Callback] = ()) -> Iterator[Run]:
     """Context of a run that explains out-of-memory errors and ends with a report; see start_run."""
-    with start_run(config, callbacks, process) as run:
+    with start_run(config, callbacks) as run:
         run.at_end.append(write_report)
         with explain_out_of_memory(config, run.world, lambda: run.watchdog.phase):
             yield run

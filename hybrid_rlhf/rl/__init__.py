@@ -2,6 +2,5 @@
 
 Read `trainer.py` (one step: sample, score, estimate, update), `parts.py` (what a loop works with), `batch/` (the
 tensors), `rollouts/` (prompts to scored completions), `algorithms/` (one file per algorithm), `updates/` (the losses
-and optimizer steps), `build.py` (a config to a session), `adapter_runs.py` (several runs on one base), `replay/`
-(recorded samples again).
+and optimizer steps), `build.py` (a config to a session), `replay/` (recorded samples again).
 """

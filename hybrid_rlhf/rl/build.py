@@ -22,7 +22,6 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.loaders import FEW_UPDATES, RowStream
 from hybrid_rlhf.data.tokenized import TokenizedData, load_prompt_data, load_ptx_data
-from hybrid_rlhf.engines.adapters.base import SharedBase
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.loop.batch_plan import BatchPlan, plan_rollout
@@ -51,7 +50,7 @@ from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.placement import Placement
-from hybrid_rlhf.runtime.run import Callback, Run, SharedProcess
+from hybrid_rlhf.runtime.run import Callback, Run
 
 RewardSource = Callable[..., Any] | str | os.PathLike[str] | Mapping[str, Any]
 """A Python function, a reward model's path, or the settings of a reward component."""
@@ -132,9 +131,6 @@ def rl_session(
     config: RLConfig,
     callbacks: Sequence[Callback] = (),
     algorithm_class: type[Algorithm] | None = None,
-    *,
-    base: SharedBase | None = None,
-    process: SharedProcess | None = None,
 ) -> Iterator[RLSession]:
     """Read the data, then load the models, and wire the parts.
 
@@ -142,10 +138,8 @@ def rl_session(
         config: the run.
         callbacks: called with each step and its metrics.
         algorithm_class: a custom algorithm; None: that of the config.
-        base: the base that the actor shares with other runs of this process; None: it has its own.
-        process: what the run shares with these in the process; None: the run is alone.
     """
-    with open_step(config, callbacks, process) as run, contextlib.ExitStack() as stack:
+    with open_step(config, callbacks) as run, contextlib.ExitStack() as stack:
         config.require_reward()
         actor_path, tokenizer = start_step(config, run, config.model.path)
         config, watch = choose_placement(config, run.world)
@@ -180,7 +174,7 @@ def rl_session(
             f"{config.algorithm.name}: leave it out",
         )
         updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
-        roles = build_roles(config, run, placement, actor_path, tokenizer, updates=updates, base=base)
+        roles = build_roles(config, run, placement, actor_path, tokenizer, updates=updates)
         stack.callback(roles.close)
         roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]))
         actor = roles.actor

@@ -45,9 +45,7 @@ def parse_config(
     *,
     prog: str | None = None,
     defaults: Path | Mapping[str, Any] | None = None,
-    over: Sequence[Layer] = (),
     positional: str | Sequence[str] = (),
-    options: Mapping[str, str] | None = None,
 ) -> ConfigT:
     """A config from `--config FILE.yaml` and dotted overrides such as `--optimizer.lr 1e-5`.
 
@@ -56,10 +54,8 @@ def parse_config(
         argv: the words of the command line; None: those of the process.
         prog: the name that --help shows.
         defaults: settings that the user's files override, nested or in a YAML file.
-        over: settings that override the command line.
         positional: keys whose values the first words may give without their names; a list takes all words up to the
             first option.
-        options: further options of the command with their meanings, for --help.
 
     Raises:
         UserError: for an unknown key, a wrong value, a file that cannot be read, or a rule of the config.
@@ -73,15 +69,13 @@ def parse_config(
     elif defaults is not None:
         layers = [Layer(defaults, strict=False)]
     layers += [Layer(read_file(file), file) for file in files]
-    layers += [*overrides, *over]
+    layers += overrides
     if wants_help:
         tree = resolve(config_type, layers)
         derived = derived_defaults(tree)
         if defaults is not None:
             derived |= resolve(config_type, layers[:1]).values()
-        shown = Help(
-            tree, derived, prog or Path(sys.argv[0]).name, wants_help == "--help-all", positional, options or {}
-        )
+        shown = Help(tree, derived, prog or Path(sys.argv[0]).name, wants_help == "--help-all", positional)
         print_result(shown.document(), shown.text())
         sys.exit(0)
     return build_config(config_type, layers)

@@ -19,7 +19,6 @@ from pathlib import Path
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.configs.sections.run import StepConfig
-from hybrid_rlhf.runtime.agreement import RankAgreement
 from hybrid_rlhf.runtime.command_line import changed_settings, read_config
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
@@ -41,7 +40,7 @@ from hybrid_rlhf.runtime.liveness.watchdog import Watchdog
 from hybrid_rlhf.runtime.observability.alerts import Alerts, Ending
 from hybrid_rlhf.runtime.observability.display import StepDisplay
 from hybrid_rlhf.runtime.observability.formatting import format_value
-from hybrid_rlhf.runtime.observability.logs import close_log_file, log_thread_to, log_to_file, logger, setup_logging
+from hybrid_rlhf.runtime.observability.logs import close_log_file, log_to_file, logger, setup_logging
 from hybrid_rlhf.runtime.observability.metrics import METRICS_FILE, SINKS, MetricsWriter, read_metrics
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.sinks.sink import IDS_FILE, EndState, TrackedRun, require_installed
@@ -72,19 +71,6 @@ Callback = Callable[[int, Mapping[str, float]], object]
 """Called with a step and its metrics."""
 
 
-@dataclass(frozen=True)
-class SharedProcess:
-    """What runs share that run in turn, in threads of one process on each rank.
-
-    The process has set up the log, and leaves the ranks after all of the runs.
-    """
-
-    signals: SignalRequests
-    """Those that the process receives."""
-    agreement: RankAgreement
-    """Meetings of the ranks, for one order of the runs on all of them."""
-
-
 @dataclass
 class Run:
     """The context of a training loop."""
@@ -108,8 +94,6 @@ class Run:
     """The value of `resume` when the run was first started."""
     signals: SignalRequests = field(default_factory=SignalRequests)
     """The signals that request a checkpoint or the end."""
-    is_alone: bool = True
-    """False if other runs share the process."""
     at_end: list[Callable[[Run, Ending], object]] = field(default_factory=list)
     """Called on rank 0 at the end of the run, normal or not."""
     in_loop: bool = False
@@ -185,7 +169,6 @@ class Run:
             done_steps=done_steps,
             every=self.config.logging.every,
             enabled=self.world.is_main,
-            bar=self.is_alone,
         )
 
     def close(self, end_state: EndState = "finished") -> None:
@@ -222,28 +205,22 @@ class Run:
 
 
 @contextlib.contextmanager
-def start_run(
-    config: StepConfig, callbacks: Sequence[Callback] = (), process: SharedProcess | None = None
-) -> Iterator[Run]:
+def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterator[Run]:
     """Context of a run: joins the ranks, locks the folder and seeds; leaves and unlocks at the end.
 
     Args:
         config: the step.
         callbacks: called with each step and its metrics.
-        process: what it shares with other runs of this process; None: the run is alone.
 
     Raises:
         UserError: on every rank, if the folder contains a run that may not be resumed.
         SystemExit: on every rank, with code 0, if the run to be resumed has finished.
     """
     folder = Path(config.output_dir)
-    is_alone = process is None
     lock = FolderLock(folder)
     stop_with_launcher()
     with ignore_save_requests():
         world = init_world(timeout_seconds=config.faults.collective_timeout_seconds)
-        if process is not None and world.size > 1:
-            world = replace(world, before_collective=process.agreement.meet)
         before: dict[str, bytes | None] = {}
         run: Run | None = None
         try:
@@ -251,8 +228,7 @@ def start_run(
             is_finished = world.is_main and (folder / FINISHED_FILE).exists()
             changed = changed_settings(config) if is_finished else None
             if world.broadcast_object(resume == "auto" and changed == []):
-                if is_alone:
-                    setup_logging(world)
+                setup_logging(world)
                 logger.info("%s contains a finished run: nothing to do", folder)
                 raise SystemExit(0)
             failure = world.broadcast_object(_claim(folder, resume, lock, changed) if world.is_main else None)
@@ -261,10 +237,7 @@ def start_run(
             _require_shared(folder, world)
             # every rank has them: an error that rank 0 does not see, such as too little memory, also leaves no settings
             before = world.broadcast_object(_contents(folder, _START_FILES) if world.is_main else {})
-            if is_alone:
-                setup_logging(world, file=folder / LOG_FILE)
-            elif world.is_main:
-                log_thread_to(folder / LOG_FILE)
+            setup_logging(world, file=folder / LOG_FILE)
             _log_device(world)
             initial_resume = _initial_resume(folder, config.resume)
             checkpoint = _checkpoint(folder, resume, initial_resume, world)
@@ -273,7 +246,7 @@ def start_run(
             choose_product_backend(world, folder, checkpoint=checkpoint, deterministic=config.deterministic)
             alerts = _check_logging(config, world)
             limit = config.faults.phase_timeout_seconds
-            with Watchdog(world, folder, limit_seconds=limit, ends_others=is_alone) as watchdog:
+            with Watchdog(world, folder, limit_seconds=limit) as watchdog:
                 timers = Timers(world.device, on_phase=watchdog.enter_phase)
                 run = Run(
                     world,
@@ -285,8 +258,6 @@ def start_run(
                     warm_start=warm_start,
                     callbacks=callbacks,
                     initial_resume=initial_resume,
-                    signals=SignalRequests() if process is None else process.signals,
-                    is_alone=is_alone,
                     _alerts=alerts,
                 )
                 watchdog.on_end = lambda end_state, text: run.end(Ending(end_state, text))
@@ -301,8 +272,7 @@ def start_run(
         finally:
             close_log_file()
             lock.release()
-            if is_alone:
-                close_world()
+            close_world()
 
 
 def _require_shared(folder: Path, world: World) -> None:

@@ -64,8 +64,6 @@ class World:
     group: dist.ProcessGroup | None = None
     ranks: tuple[int, ...] = field(default=())
     """Their ranks in the run; empty for all."""
-    before_collective: Callable[[str], None] | None = field(default=None, compare=False)
-    """Called with the name of each collective before it begins; by all ranks, never by a part of them."""
 
     @property
     def is_main(self) -> bool:
@@ -99,13 +97,13 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._prepare_collective("barrier")
+        self._require_outside()
         if self.size > 1:
             dist.barrier(group=self.group)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce a tensor over the ranks in place, and return it."""
-        self._prepare_collective("all_reduce")
+        self._require_outside()
         if self.size > 1:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
@@ -116,14 +114,14 @@ class World:
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Overwrite a tensor by that of one of the ranks, and return it."""
-        self._prepare_collective("broadcast")
+        self._require_outside()
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, which have the same shape, stacked by rank: [ranks, ...]."""
-        self._prepare_collective("all_gather")
+        self._require_outside()
         if self.size == 1:
             return tensor[None]
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -132,7 +130,7 @@ class World:
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Send part r of a tensor [ranks, ...] to rank r; returns the parts received, [ranks, ...] by sender."""
-        self._prepare_collective("all_to_all")
+        self._require_outside()
         if self.size == 1:
             return tensor
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -145,7 +143,7 @@ class World:
         They pass through the device in slices: it holds at most `_SLICE_BYTES` of those sent and as many of those
         received.
         """
-        self._prepare_collective("exchange_bytes")
+        self._require_outside()
         if self.size == 1:
             return list(parts)
         lengths = torch.tensor([len(part) for part in parts], device=self.device)
@@ -164,7 +162,7 @@ class World:
     def exchange_rows(self, rows: torch.Tensor, *, sent: list[int], received: list[int]) -> torch.Tensor:
         """Send the first sent[0] of some rows [N, ...] to rank 0, the next sent[1] to rank 1, and so on; returns the
         rows received, by sender: received[r] from rank r."""
-        self._prepare_collective("exchange_rows")
+        self._require_outside()
         if self.size == 1:
             return rows
         result = rows.new_empty(sum(received), *rows.shape[1:])
@@ -173,7 +171,7 @@ class World:
 
     def all_gather_objects(self, item: T) -> list[T]:
         """The picklable items of all ranks, by rank; for small data such as counts, file names and completions."""
-        self._prepare_collective("all_gather_objects")
+        self._require_outside()
         if self.size == 1:
             return [item]
         gathered: list[Any] = [None] * self.size
@@ -186,7 +184,7 @@ class World:
 
     def broadcast_object(self, item: T, *, source: int = 0) -> T:
         """The picklable item of one rank, by default the first."""
-        self._prepare_collective("broadcast_object")
+        self._require_outside()
         if self.size == 1:
             return item
         box = [item]
@@ -204,7 +202,7 @@ class World:
         Raises:
             ValueError: if the number of ranks is not a multiple of `size`.
         """
-        mine = replace(self, rank=-1, size=size, group=None, ranks=(), before_collective=None)
+        mine = replace(self, rank=-1, size=size, group=None, ranks=())
         if size == 1 < self.size:  # without a group
             return replace(mine, rank=0, ranks=(self.members[self.rank],)) if self.is_member else mine
         for ranks in self.consecutive(size):
@@ -231,7 +229,7 @@ class World:
             return self
         group = _group_of(chosen, own=own)
         mine = chosen.index(dist.get_rank()) if group is not None else -1
-        return replace(self, rank=mine, size=len(chosen), group=group, ranks=chosen, before_collective=None)
+        return replace(self, rank=mine, size=len(chosen), group=group, ranks=chosen)
 
     @contextlib.contextmanager
     def as_default(self) -> Iterator[None]:
@@ -249,8 +247,8 @@ class World:
             distributed_c10d._update_default_pg(whole)
             _inside.world = outer
 
-    def _prepare_collective(self, name: str) -> None:
-        """Raise RuntimeError if a collective of these ranks could wait forever; then call `before_collective`."""
+    def _require_outside(self) -> None:
+        """Raise RuntimeError if a collective of these ranks could wait forever."""
         if not self.is_member:
             raise RuntimeError(f"a collective of ranks {list(self.members)} runs on a rank that is none of them")
         inside: World | None = getattr(_inside, "world", None)
@@ -258,8 +256,6 @@ class World:
             raise RuntimeError(
                 f"a collective of ranks {list(self.members)} runs inside a model on ranks {list(inside.members)}"
             )
-        if self.before_collective is not None:
-            self.before_collective(name)
 
 
 _inside = threading.local()

@@ -49,6 +49,11 @@ def test_every_answer_for_a_name_of_trl_is_a_key() -> None:
             {"use_vllm": True},
             "unknown option --use_vllm: the engine of the actor generates: leave it out, or give rollout.vllm",
         ),
+        (
+            RLConfig,
+            {"adapters": "runs.yaml"},
+            "--adapters: adapters on one base train through `hybrid-rlhf train-server`",
+        ),
         (RLConfig, {"algorithm": "gpro"}, "got gpro: the nearest is grpo"),
         (RLConfig, {"algorithm": "sarsa"}, "got sarsa: give one of them"),
     ],

@@ -26,9 +26,7 @@ from benchmarks import generation_page, results
 from hybrid_rlhf.cli.machine.completion import _help as help_document
 from hybrid_rlhf.cli.machine.completion import completed_commands
 from hybrid_rlhf.cli.main import COMMANDS
-from hybrid_rlhf.cli.rl import take_adapters
 from hybrid_rlhf.configs import algorithms, preference
-from hybrid_rlhf.configs.adapter_runs import read_runs
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.schema import Layer, find_hints, resolve
 from hybrid_rlhf.configs.pipeline import PipelineConfig
@@ -154,8 +152,6 @@ def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if {"--help", "--help-all"}.isdisjoint(words) and words:
             if name == "data":
                 name, words = f"data {words[0]}", words[1:]
-            if name == "rl":
-                words = take_adapters(words)[1]
             kind, positional = configs()[name]
             config = parse_config(kind, words, prog=name, positional=positional)
             if name == "rl" and any(word.startswith("output/") for word in words):
@@ -174,8 +170,8 @@ def test_blocks_are_valid(page: Path, tmp_path: Path) -> None:
         if "bfloat16_tflops" in content:
             (tmp_path / "sheet.yaml").write_text(block)
             sheet_of(str(tmp_path / "sheet.yaml"))
-        elif not any(accepts(kind, content) for kind, _ in configs().values()):
-            assert all(accepts(RLConfig, run) for run in read_runs(content, page.name).values()), block
+        else:
+            assert any(accepts(kind, content) for kind, _ in configs().values()), block
 
 
 def test_sketches_of_extensions_run(monkeypatch: pytest.MonkeyPatch) -> None:

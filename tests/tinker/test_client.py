@@ -17,14 +17,16 @@ import pytest
 
 from tests.support.marks import other_environment
 from tests.support.ranks import free_ports
+from tests.support.runs import ROOT
 from tests.support.steps import read_rows
 from tests.support.training_server import ALICE, SEQUENCE, training_server, training_server_process
 
 _FOLDER, pytestmark = other_environment("tinker", "Tinker's client is")
+SWEEP = ROOT / "examples" / "training_server" / "sweep.py"
 
 
 def started(url: str, script: str, *words: str) -> subprocess.Popen[str]:
-    """A script of this folder, which runs in the client's environment."""
+    """A script of this folder, or by its path, which runs in the client's environment."""
     environment = {
         **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
         "TINKER_BASE_URL": url,
@@ -32,7 +34,7 @@ def started(url: str, script: str, *words: str) -> subprocess.Popen[str]:
         "TINKER_TELEMETRY": "0",
         "HF_HUB_OFFLINE": "1",
     }
-    line = [str(_FOLDER / "bin" / "python"), "-W", "ignore", str(Path(__file__).with_name(script)), *words]
+    line = [str(_FOLDER / "bin" / "python"), "-W", "ignore", str(Path(__file__).parent / script), *words]
     return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -89,6 +91,14 @@ def test_the_rl_loop_of_the_cookbook(process: str, model_folder: Path, tmp_path:
     assert len(rewards) == 15 and sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
     divergences = [abs(step["optim/kl_sample_train_v1"]) for step in steps]
     assert max(divergences) < 1e-3, "sampling and training compute the same policy"
+
+
+def test_the_example_of_a_sweep_trains_all_runs_at_once(process: str, model_folder: Path) -> None:
+    """Their names, a mean reward for each step, and adapters of their own."""
+    results = [json.loads(line) for line in run(process, str(SWEEP), str(model_folder)).splitlines()]
+    assert [result["run"] for result in results] == ["lr_1e-4", "lr_1e-3", "lr_1e-3_seed_1", "rank_32"]
+    assert all(len(result["scores"]) == 2 and 0 <= min(result["scores"]) <= 1 for result in results)
+    assert len({result["adapter"] for result in results}) == 4
 
 
 def test_a_client_samples_on_through_a_kill_of_the_server(model_folder: Path, tmp_path: Path) -> None:

@@ -37,8 +37,6 @@ class Help:
     """True to show advanced keys and the keys of unused sections too."""
     positional: Sequence[str]
     """Keys whose values the first words of the command line may give."""
-    options: Mapping[str, str]
-    """Options of the command besides its keys, with their meanings."""
 
     def text(self) -> str:
         """The help for readers."""
@@ -47,7 +45,6 @@ class Help:
         lines += [*textwrap.wrap(_about(self.tree.kind), _WIDTH), ""]
         options = {
             "--config FILE.yaml": "YAML file of keys; may be given more than once.",
-            **self.options,
             "--help": "Show this help without rarely needed keys.",
             "--help-all": "Show every key, including unused sections.",
         }
@@ -65,7 +62,6 @@ class Help:
             "about": _about(kind),
             "config": f"{kind.__module__}.{kind.__name__}",
             "positional": self.positional,
-            "options": self.options,
             "keys": [key for section in self.tree.walk(off=self.everything) for key in self._described(section)],
         }
 

@@ -1,9 +1,7 @@
 """One frozen base model and many LoRA adapters that train in packed batches whose rows belong to different adapters.
 
 Read `engine.py` (the operations), `adapter.py` (weights and optimizer state of one adapter), `products.py` (the
-products of a packed batch) and `files.py` (PEFT folders, parked adapters). For RL runs that share a base: `base.py`
-(what they compute together), `rendezvous.py` (where they wait for it), `actor.py` (the actor of one run) and `state.py`
-(its checkpoints).
+products of a packed batch) and `files.py` (PEFT folders, parked adapters).
 """
 
 from hybrid_rlhf.engines.adapters.engine import AdapterEngine, AdapterRow, RowResult

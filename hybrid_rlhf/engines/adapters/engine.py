@@ -265,47 +265,6 @@ class AdapterEngine:
         self._park_oldest()
         return [results[number] for number in range(len(rows))]
 
-    @contextlib.contextmanager
-    def packed(self, rows: Sequence[AdapterRow], *, adapted: bool = True) -> Iterator[list[Tensor]]:
-        """Context of one packed forward pass of this rank, whose losses and backward passes are the caller's.
-
-        The gradients of backward passes inside the context are added to those of the adapters at its end. After an
-        exception they are as before.
-
-        Args:
-            rows: rows of any adapters, whose own losses are not called; none: nothing is computed.
-            adapted: false to compute the base model, without adapters.
-
-        Yields:
-            log-probs and entropies [2, T] float32 of each row.
-
-        Raises:
-            UserError: for an unknown adapter, or a row that the model cannot compute.
-        """
-        if not rows:
-            yield []
-            return
-        self._check(rows)
-        names = list(dict.fromkeys(row.adapter for row in rows))
-        longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number].tokens))
-        by_adapter = [[number for number in longest_first if rows[number].adapter == name] for name in names]
-        adapters = [self._resident(name) for name in names]
-        stacked = self._take_stack(adapters)
-        stacked.read(adapters)
-        with self._outputs(rows, by_adapter, adapters, stacked, adapted=adapted) as outputs:
-            yield [outputs[number] for number in range(len(rows))]
-        stacked.add_gradients(adapters, [adapted and torch.is_grad_enabled()] * len(adapters))
-        self._stack = (StackedFactors.key(adapters), stacked)
-        self._park_oldest()
-
-    def adapter(self, name: str) -> Adapter:
-        """An adapter, on the device.
-
-        Raises:
-            UserError: when there is none of this name.
-        """
-        return self._resident(name)
-
     def step(self, name: str, adam: AdamStep) -> dict[str, float]:
         """Update an adapter with its gradient, summed over the ranks; without a gradient, with zeros.
 
@@ -426,8 +385,6 @@ class AdapterEngine:
         by_adapter: Sequence[Sequence[int]],
         adapters: Sequence[Adapter],
         stacked: StackedFactors,
-        *,
-        adapted: bool = True,
     ) -> Iterator[dict[int, Tensor]]:
         """Context of forward and backward of rows, whose numbers are given by adapter: log-probs and entropies [2, T]
         of each row by its number."""
@@ -439,7 +396,7 @@ class AdapterEngine:
         arguments = pack_parts(self.lm, input_ids, real.to(device), [len(numbers) for numbers in by_adapter])
         tokens = [sum(len(rows[number].tokens) for number in numbers) for numbers in by_adapter]
         products = self._products.of(stacked, [adapter.scale for adapter in adapters], tokens)
-        with products if adapted else contextlib.nullcontext():
+        with products:
             hidden = backbone_of(self.lm)(**arguments, use_cache=False).last_hidden_state[0]
             outputs = self._head_outputs(hidden, [rows[number] for number in order])
             yield dict(zip(order, outputs.split(lengths, dim=1), strict=True))

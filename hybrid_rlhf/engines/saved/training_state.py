@@ -12,8 +12,6 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from hybrid_rlhf.engines.adapters.actor import AdapterActor
-from hybrid_rlhf.engines.adapters.state import AdapterState
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.deepspeed_internals import (
     copy_master_weights_to_model,
@@ -123,11 +121,9 @@ class AbsentState:
         self._engine.weight_version = numbers.get("counters", {}).get("global_steps", 0)
 
 
-AnyState = TrainingState | AbsentState | AdapterState
+AnyState = TrainingState | AbsentState
 
 
-def state_of(engine: ModelEngine | AdapterActor | AbsentEngine, average: WeightAverage | None = None) -> AnyState:
+def state_of(engine: ModelEngine | AbsentEngine, average: WeightAverage | None = None) -> AnyState:
     """Return the state of an engine; a placeholder on a rank without the engine."""
-    if isinstance(engine, AdapterActor):
-        return AdapterState(engine)
     return AbsentState(engine) if isinstance(engine, AbsentEngine) else TrainingState(engine, average)

@@ -10,8 +10,6 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig
-from hybrid_rlhf.engines.adapters.actor import AdapterActor
-from hybrid_rlhf.engines.adapters.base import SharedBase
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine, build_reader
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
@@ -44,7 +42,6 @@ def build_roles(
     tokenizer: PreTrainedTokenizerBase,
     *,
     updates: int,
-    base: SharedBase | None = None,
 ) -> Roles:
     """The models that the algorithm needs, each on its ranks. Every rank of the run calls.
 
@@ -55,7 +52,6 @@ def build_roles(
         actor_path: resolved path of the actor's initial weights.
         tokenizer: tokenizer of the actor.
         updates: number of updates of the actor in the whole run, for its schedule.
-        base: the base that the actor shares with other runs; None: it has its own.
 
     Raises:
         UserError: when a model cannot be loaded, or critic, reference or teacher differ from the actor in
@@ -69,7 +65,7 @@ def build_roles(
         if path is not None:
             require_same_tokens(role, path, tokenizer, config.model)
     build = _Builder(config, run, placement, updates)
-    actor = build.actor(actor_path) if base is None else build.adapter_actor(actor_path, base)
+    actor = build.actor(actor_path)
     critic = None if critic_path is None else build.critic(critic_path, actor)
     reward = build.reward(tokenizer)
     reference = None if reference_path is None else build.frozen("reference", reference_path, role="reference")
@@ -131,16 +127,6 @@ class _Builder:
         together = self._rollout.tensor_parallel if samples else 1
         own = self._rollout.streaming is not None
         return AbsentActor("actor", part, facts, tensor_parallel=together, own=own) if actor is None else actor
-
-    def adapter_actor(self, path: str, base: SharedBase) -> AdapterActor:
-        return AdapterActor(
-            base,
-            self._run.folder.name,
-            self._actor_spec(path),
-            self._run.world,
-            rollout=self._rollout,
-            max_logprob_diff=self._config.faults.max_logprob_diff,
-        )
 
     def _actor_spec(self, path: str) -> EngineSpec:
         section = self._config.actor

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid_rlhf.engines.adapters.actor import AdapterActor
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
 from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
@@ -20,7 +19,7 @@ from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.runtime.world import World
 
 Engine = ModelEngine | AbsentEngine
-Actor = HybridEngine | AdapterActor | AbsentActor
+Actor = HybridEngine | AbsentActor
 FrozenRole = ModelEngine | InferenceReader | AbsentEngine
 
 
@@ -51,11 +50,9 @@ class Roles:
         return self.actor if self.separate_sampler is None else self.separate_sampler
 
     def close(self) -> None:
-        """End the processes that the roles have started, and leave a base that other runs share."""
+        """End the processes that the roles have started."""
         if isinstance(self.separate_sampler, VLLMSampler):
             self.separate_sampler.close()
-        if isinstance(self.actor, AdapterActor):
-            self.actor.close()
 
     @property
     def learners(self) -> dict[str, Engine | Actor]:

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, PenaltiesConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.engines.adapters.actor import AdapterActor
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.reader import InferenceReader
@@ -31,7 +30,7 @@ from hybrid_rlhf.rl.roles.roles import FrozenRole, Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.runtime.observability.timers import Timers
 
-_Reader = ModelEngine | AdapterActor | InferenceReader
+_Reader = ModelEngine | InferenceReader
 _AnyReader = _Reader | CriticCopy | AbsentEngine
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import ActorCriticConfig, VAPOConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.engines.adapters.actor import AdapterActor
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine, UpdateStats
 from hybrid_rlhf.engines.separate.plane import TransferTimes
@@ -142,7 +141,7 @@ class Progress:
 
     def record_skipped(
         self,
-        engine: ModelEngine | AdapterActor,
+        engine: ModelEngine,
         micro_batches: list[list[int | None]],
         losses: list[torch.Tensor],
     ) -> None:
@@ -359,7 +358,7 @@ class Updater:
 
     def _update_actor(
         self,
-        actor: ModelEngine | AdapterActor,
+        actor: ModelEngine,
         mini_batch: _MiniBatchRows,
         progress: Progress,
         last: LastLogprobs | None,

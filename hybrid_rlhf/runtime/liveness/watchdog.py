@@ -45,19 +45,16 @@ _ON_END_SECONDS = 10.0
 class Watchdog:
     """Watches this rank inside its `with` block.
 
-    `beat` sets the current phase. A rank that leaves the block by an exception ends the other ranks too, unless they
-    learn of it in another way.
+    `beat` sets the current phase. A rank that leaves the block by an exception ends the other ranks too.
     """
 
-    def __init__(self, world: World, folder: Path, *, limit_seconds: float, ends_others: bool = True) -> None:
+    def __init__(self, world: World, folder: Path, *, limit_seconds: float) -> None:
         """Connect the ranks; every rank calls.
 
         Args:
             world: all ranks of the run.
             folder: run folder; stacks are written to its `stacks` folder.
             limit_seconds: longest duration of a phase; 0: unlimited.
-            ends_others: an exception here ends the other ranks; false: they learn of it in another way
-                (runtime/agreement.py).
         """
         self.step = 0
         """The current or next step of the loop, for the names of phases."""
@@ -65,7 +62,6 @@ class Watchdog:
         """Called on rank 0, for a limited time, before this thread ends the process."""
         self._world = world
         self._limit = limit_seconds
-        self._ends_others = ends_others
         self._process = os.getpid()
         self._folder = folder / STACKS
         self._beat = ("start", time.monotonic())
@@ -134,7 +130,7 @@ class Watchdog:
 
     def _send_exit_notice(self, error: BaseException | None) -> None:
         # all ranks stop together after SIGTERM
-        if error is None or isinstance(error, SystemExit) or not self._ends_others:
+        if error is None or isinstance(error, SystemExit):
             self._channel.send_exit_notice({})
             return
         code = 2 if isinstance(error, UserError) else EXIT_CODE

@@ -37,7 +37,6 @@ class StepDisplay:
         done_steps: int = 0,
         every: int = 1,
         enabled: bool = True,
-        bar: bool = True,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -49,7 +48,6 @@ class StepDisplay:
             done_steps: number of steps that earlier processes of the run have made.
             every: steps between two lines; the last step always has one.
             enabled: true if this rank shows anything.
-            bar: false to show lines only.
             console: console of the bar; None: standard output, if it is a terminal.
             clock: function that returns seconds.
         """
@@ -60,7 +58,7 @@ class StepDisplay:
         self._clock = clock
         self._ends: deque[float] = deque(maxlen=_STEPS_OF_ESTIMATE + 1)
         self._progress: Progress | None = None
-        if enabled and bar and (console is not None or sys.stdout.isatty()):
+        if enabled and (console is not None or sys.stdout.isatty()):
             fixed = Column(no_wrap=True)
             self._progress = Progress(
                 TextColumn("[bold]{task.description}", table_column=fixed.copy()),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -22,21 +21,18 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 """Format of the local time at the beginning of lines, except on a terminal."""
 
 
-def setup_logging(world: World, *, file: Path | None = None, names_threads: bool = False) -> None:
+def setup_logging(world: World, *, file: Path | None = None) -> None:
     """Configure the project's logger for this rank.
 
     Args:
         world: rank 0 logs at INFO, the others at WARNING with their rank as a prefix, on several hosts also their host.
         file: file for a copy of rank 0's log.
-        names_threads: begin lines with the name of their thread.
     """
     close_log_file()
     logger.handlers.clear()
     logger.propagate = False
     logger.setLevel(logging.INFO if world.is_main else logging.WARNING)
     form = "%(message)s" if world.is_main else f"{world.name}: %(message)s"
-    if names_threads:
-        form = f"%(threadName)s: {form}"
     handlers: list[logging.Handler] = [_Console()]
     if file is not None and world.is_main:
         handlers.append(_LogFile(file))
@@ -46,29 +42,19 @@ def setup_logging(world: World, *, file: Path | None = None, names_threads: bool
         logger.addHandler(handler)
 
 
-def log_thread_to(file: Path) -> None:
-    """Write a copy of the lines of this thread to a file, besides the configured log."""
-    handler = _LogFile(file, thread=threading.get_ident())
-    handler.addFilter(lambda record: record.thread == handler.thread)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", TIME_FORMAT))
-    logger.addHandler(handler)
-
-
 def log_to_file(file: Path, text: str) -> None:
-    """Write a line to an open log file alone, for an error that the command prints itself. In any thread."""
+    """Write a line to an open log file alone, for an error that the command prints itself."""
     record = logger.makeRecord(LOGGER_NAME, logging.ERROR, "", 0, text, (), None)
     for handler in list(logger.handlers):
         if isinstance(handler, _LogFile) and handler.baseFilename == os.path.abspath(file):
-            record.thread = handler.thread or record.thread
             handler.handle(record)
 
 
 def close_log_file() -> None:
-    """Close log.txt at the end of a run, but not those of other threads: later messages do not belong to it."""
+    """Close log.txt at the end of a run: later messages do not belong to it."""
     for handler in [handler for handler in logger.handlers if isinstance(handler, _LogFile)]:
-        if handler.thread in (None, threading.get_ident()):
-            logger.removeHandler(handler)
-            handler.close()
+        logger.removeHandler(handler)
+        handler.close()
 
 
 class _Console(logging.StreamHandler):  # type: ignore[type-arg]
@@ -91,11 +77,6 @@ class _Console(logging.StreamHandler):  # type: ignore[type-arg]
 
 class _LogFile(logging.FileHandler):
     """log.txt, until writing to it fails."""
-
-    def __init__(self, file: Path, *, thread: int | None = None) -> None:
-        super().__init__(file)
-        self.thread = thread
-        """The thread whose lines it has; None: all."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that logging calls
         if not _is_dropped(self, self.baseFilename):
