@@ -23,8 +23,6 @@ import yaml
 
 import hybrid_rlhf
 from benchmarks import generation_page, results
-from hybrid_rlhf.cli.machine.completion import _help as help_document
-from hybrid_rlhf.cli.machine.completion import completed_commands
 from hybrid_rlhf.cli.main import COMMANDS
 from hybrid_rlhf.configs import algorithms, preference
 from hybrid_rlhf.configs.errors import UserError
@@ -39,6 +37,7 @@ from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.output import JSON_OPTION
 from hybrid_rlhf.supervised.preference.dpo import DPO
 from hybrid_rlhf.supervised.preference.pair_loss import PairSide
+from tests.support.commands import command_helps
 from tests.support.documents import documented_metrics
 from tests.support.rl import rollout_of_rows
 from tests.support.runs import ROOT
@@ -99,11 +98,10 @@ def library_texts() -> str:
 def configs() -> dict[str, tuple[type, list[str]]]:
     """The config of each command, and the keys that its first words give, as its help names them."""
     found = {}
-    for command in completed_commands():
-        document = help_document(command.words)
+    for words, document in command_helps():
         if "config" in document:
             module, _, name = document["config"].rpartition(".")
-            found[" ".join(command.words)] = getattr(importlib.import_module(module), name), document["positional"]
+            found[" ".join(words)] = getattr(importlib.import_module(module), name), document["positional"]
     return found
 
 

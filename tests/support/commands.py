@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 
+from hybrid_rlhf.cli.machine.completion import help_document
 from hybrid_rlhf.cli.main import main
 
 
@@ -51,3 +52,11 @@ class CommandLine:
         ended = self(line)
         assert ended.code == 2 and ended.err.startswith("error: ") and ended.err.count("\n") == 1, ended.err
         return ended.err
+
+
+def command_helps(words: Sequence[str] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """A command and its subcommands, each with its help as JSON."""
+    document = help_document(words)
+    yield tuple(words), document
+    for name in document.get("subcommands", ()):
+        yield from command_helps([*words, name])
