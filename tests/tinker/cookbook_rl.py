@@ -37,7 +37,7 @@ class Groups(RLDataset):
         return [Group(), Group()]
 
     def __len__(self) -> int:
-        return 15
+        return 25
 
 
 @chz.chz

@@ -88,7 +88,7 @@ def test_the_rl_loop_of_the_cookbook(process: str, model_folder: Path, tmp_path:
     run(process, "cookbook_rl.py", str(model_folder), str(tmp_path))
     steps = [line for line in read_rows(tmp_path / "metrics.jsonl") if "env/all/reward/total" in line]
     rewards = [step["env/all/reward/total"] for step in steps]
-    assert len(rewards) == 15 and sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
+    assert len(rewards) == 25 and sum(rewards[-6:]) / 6 > sum(rewards[:3]) / 3 + 0.1
     divergences = [abs(step["optim/kl_sample_train_v1"]) for step in steps]
     assert max(divergences) < 1e-3, "sampling and training compute the same policy"
 
