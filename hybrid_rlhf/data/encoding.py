@@ -27,7 +27,7 @@ from hybrid_rlhf.data.chat.conversation import (
 )
 from hybrid_rlhf.data.chat.messages import Message, Tools, continued_turn
 from hybrid_rlhf.data.chat.template import has_value
-from hybrid_rlhf.data.chat.unrendered import refused, unrendered
+from hybrid_rlhf.data.chat.unrendered import EARLIER_TURNS, refused, unrendered
 from hybrid_rlhf.data.rows.files import Row, json_value
 from hybrid_rlhf.data.rows.formats import (
     ConversationRow,
@@ -37,8 +37,6 @@ from hybrid_rlhf.data.rows.formats import (
     read_sft_row,
 )
 
-EARLIER_TURNS = "turns before the last of a completion"
-"""Name of those that are in the row without loss, in the column `ignored`."""
 _MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "responses")
 
 
@@ -200,7 +198,7 @@ def require_rendered(location: str, row: Row, ignored: str) -> None:
     Raises:
         UserError: with the names of the column and the key.
     """
-    lost = next((key for key in json.loads(ignored) if refused(key) and key != EARLIER_TURNS), None)
+    lost = next(filter(refused, json.loads(ignored)), None)
     if lost is not None:
         key = "content" if lost.startswith("<think>") else lost.partition(" (")[0]
         columns = [name for name in row if name in _MESSAGE_COLUMNS]

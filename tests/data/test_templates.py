@@ -451,6 +451,21 @@ def test_every_part_of_a_turn_of_gpt_oss_is_learned() -> None:
     assert refused("tool_calls (after the first)") and refused("content (beside tool_calls)")
 
 
+@pytest.mark.parametrize("marks", [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")])
+def test_a_prompt_may_open_reasoning_in_any_marks(marks: tuple[str, str]) -> None:
+    """In others than <think>, the answer was learned within the open block, without the reasoning and its end."""
+    opened, closed = marks
+    template = (
+        CHATML.replace("message['content'] +", f"message['content'].split('{closed}')[-1] +")
+        + f"{{% if add_generation_prompt %}}{opened}\n{{% endif %}}"
+    )
+    tokenizer = tiny_tokenizer(template)
+    for reasoning in ("because", ""):
+        thought = {"reasoning_content": reasoning} if reasoning else {}
+        (row,) = encode_conversation([USER, {**ANSWER, **thought}], tokenizer)
+        assert learned(row, tokenizer) == f"{reasoning}\n{closed}\n\none<|im_end|>"
+
+
 def test_marks_of_reasoning_are_part_of_the_text_of_a_completion() -> None:
     """Marks that are special tokens were left out, so that drafts were judged as the answer."""
     template = CHATML.replace(

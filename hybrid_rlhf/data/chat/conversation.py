@@ -39,10 +39,8 @@ from hybrid_rlhf.data.chat.template import (
 )
 from hybrid_rlhf.runtime.observability.logs import shortened
 
-RULES_VERSION = 11
+RULES_VERSION = 12
 """Part of the cache key of tokenised rows; increase it when tokenisation changes."""
-_OPEN = "<think>"
-_CLOSE = "</think>"
 _EMPTY_BLOCK = re.compile(rf"\s*(?:{THINKING_MARK.pattern})?\s*(?:{CLOSES_THINKING.pattern})\s*")
 Pieces = list[tuple[str, bool]]
 """A text in pieces, and which of them carry loss."""
@@ -394,7 +392,7 @@ def _turn(
         if not generated:
             reasoning, thoughtless = split_reasoning(message)
             plain = render([*history, thoughtless], tokenizer, tools=tools)
-            before, generated = _as_prompted(before, opening, through, plain, message, reasoning, template.special)
+            before, generated = _as_prompted(before, opening, through, plain, message, reasoning, template)
     begun = "" if unfinished is None else str(template.with_reasoning_key(unfinished)["content"])
     said = str(template.with_reasoning_key(message).get("content", ""))[len(begun) :].strip()
     # Calls follow the text of their turn.
@@ -446,7 +444,7 @@ def _as_prompted(
     thoughtless: str,
     message: Message,
     reasoning: str,
-    special: re.Pattern[str],
+    template: ChatTemplate,
 ) -> tuple[str, str]:
     """Prompt and generated text if the template renders an assistant turn differently after a generation prompt.
 
@@ -461,19 +459,21 @@ def _as_prompted(
         thoughtless: the same without the turn's reasoning.
         message: the turn.
         reasoning: its reasoning.
-        special: matches a special token.
+        template: the template.
     """
     content = str(message.get("content", ""))
     if not THINKING_MARK.search(opening):
-        shared = _shared(before, through, special)
+        shared = _shared(before, through, template.special)
         start = through.rfind(content.strip(), shared) if content.strip() else -1
         # The turn is learned as rendered where its content does not appear.
         return (before, through[start:]) if start >= 0 else (through[:shared], through[shared:])
-    rest = thoughtless[_shared(before, thoughtless, special) :]
+    rest = thoughtless[_shared(before, thoughtless, template.special) :]
     if (block := _EMPTY_BLOCK.match(rest)) is not None:
         rest = rest[block.end() :]
-    if opening.rfind(_OPEN) > opening.rfind(_CLOSE):
-        rest = f"{reasoning}\n{_CLOSE}\n\n{rest}"
+    if template.thinking_marks is not None:
+        opened, closed = map(opening.rfind, template.thinking_marks)
+        if opened > closed:
+            rest = f"{reasoning}\n{template.thinking_marks[1]}\n\n{rest}"
     return before, rest
 
 

@@ -36,7 +36,9 @@ _BEFORE = " (before the answer)"
 _AFTER = " (after the last answer)"
 """Suffix of a turn that no turn with loss follows."""
 _UNPROMPTED = "answer before any prompt (no loss)"
-_ACCEPTED = (_THINKING_OFF, _BEFORE, _AFTER, _UNPROMPTED)
+EARLIER_TURNS = "turns before the last of a completion"
+"""Name of those that are in the row without loss, in the column `ignored`."""
+_ACCEPTED = (_THINKING_OFF, _BEFORE, _AFTER, _UNPROMPTED, EARLIER_TURNS)
 _TOOL = {
     "type": "function",
     "function": {
