@@ -432,15 +432,20 @@ def test_what_a_key_has_too_much_of_is_refused(tmp_path: Path) -> None:
 def test_a_key_holds_half_of_the_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for a result holds one for 20 s; those of others were closed."""
     monkeypatch.setattr(app, "raise_descriptors", lambda: 4)
-    with training_server(tmp_path, poll_seconds=20.0) as (url, service), ThreadPoolExecutor(2) as threads:
+    with training_server(tmp_path, poll_seconds=600.0) as (url, service), ThreadPoolExecutor(2) as threads:
         alice = Client(url)
         model = alice.model()
+        sender = service.tenants.of_key(ALICE)
+        assert sender is not None
         with hold(service):
             request = alice.forward_backward(model, 1)
+            wait_until(lambda: sender.arriving.requests == 0)  # a request leaves the count after its answer
             polls = [threads.submit(Client(url).result, request) for _ in range(2)]
-            wait_until(lambda: alice.get("sessions").status_code == 429, "a refusal")
+            wait_until(lambda: sender.arriving.requests == 2, "the second request")
+            assert alice.get("sessions").status_code == 429
             assert Client(url, BOB).session()
         assert all(loss_of(poll.result()) > 0 for poll in polls)
+        wait_until(lambda: sender.arriving.requests == 0)
         assert alice.get("sessions").status_code == 200
 
 
