@@ -25,6 +25,35 @@ NOT_COMPUTED = ("time", "perf/", "memory/")
 """Beginnings of metrics that differ between runs of the same code."""
 
 
+ENVIRONMENT = {"path": "benchmarks.seeded_metrics:Turns", "max_turn_tokens": 3}
+OTHER_ALGORITHMS: dict[str, dict[str, Any]] = {
+    name: {"algorithm": name}
+    for name in (
+        *("reinforce", "remax", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "gdpo", "gspo", "gmpo", "cispo"),
+        *("sapo", "vespo", "vapo"),
+    )
+} | {
+    "online_dpo": {"algorithm": "online_dpo", "rollout": {"sampling": {"n": 2}}},
+    "pass_at_k": {"algorithm": {"name": "pass_at_k", "k": 2}},
+    "raft": {"algorithm": {"name": "raft", "selected_per_prompt": 1}, "rollout": {"sampling": {"n": 4}}},
+}
+"""Settings of the RL algorithms that have no run of their own in `runs`, by the name of the run."""
+OTHER_PREFERENCE_ALGORITHMS = ("cdpo", "ipo", "hinge", "simpo", "orpo")
+
+
+class Turns:
+    """An environment of three turns."""
+
+    def reset(self, row: dict[str, Any]) -> None:
+        """Begin an episode."""
+        self._turn = 0
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Reward turns of even length, and end after the third."""
+        self._turn += 1
+        return "go on", float(len(action) % 2 == 0), self._turn == 3
+
+
 def even(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
     """A reward."""
     return [float(len(text) % 2 == 0) for text in completions]
@@ -107,6 +136,12 @@ def runs(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
             "training.step3_ppo.main",
             merged(checked, {"algorithm": {"name": "dapo", "dynamic_sampling": {"max_refills": 2}}}),
         ),
+        "environment": ("training.step3_ppo.main", merged(rl, {"algorithm": "grpo", "environment": ENVIRONMENT})),
+        **{name: ("training.step3_ppo.main", merged(checked, more)) for name, more in OTHER_ALGORITHMS.items()},
+        **{
+            f"preference_{name}": ("training.preference.main", merged(supervised, {"algorithm": name}))
+            for name in OTHER_PREFERENCE_ALGORITHMS
+        },
     }
 
 
