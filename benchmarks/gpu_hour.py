@@ -87,7 +87,7 @@ PARTS: dict[str, tuple[str, Callable[..., None]]] = {
     "generation": ("Generation beside its peers", gpu_steps.generation),
     "ppo": ("Three steps of PPO: memory at each weight sync, and the plan", _steps("ppo")),
     "deterministic": ("GRPO, deterministic", _steps("deterministic")),
-    "async": ("GRPO, policy lag 1", _steps("async")),
+    "lag": ("GRPO, lag 1", _steps("lag")),
     "offload": ("GRPO, states, frozen models and activations on the host", _steps("offload")),
     "lora": ("GRPO, LoRA of rank 16", _steps("lora")),
     "nf4": ("GRPO, LoRA of rank 16 on a base in 4 bits", _steps("nf4")),

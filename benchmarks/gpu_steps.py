@@ -61,10 +61,10 @@ VARIANTS: dict[str, list[str]] = {
     "operations": ["--algorithm", "grpo"],
     "ppo": ["--algorithm", "ppo"],
     "deterministic": ["--algorithm", "grpo", "--deterministic", "true"],
-    "async": [
+    "lag": [
         "--algorithm",
         "grpo",
-        "--rollout.async_sampling.policy_lag",
+        "--rollout.max_lag",
         "1",
         "--algorithm.correction.method",
         "truncate",
@@ -243,10 +243,10 @@ def steps(record: Record, part: str, *, small: bool) -> None:
     """Three steps of an algorithm, and a fourth whose phases are profiled, where they do not overlap."""
     by_torch = mock.patch.object(logprobs, "_suits_kernels", lambda hidden: False)
     with by_torch if part == "operations" else contextlib.nullcontext():
-        record.measure(part, lambda: _steps(VARIANTS[part], small=small, profiles=part != "async"))
+        record.measure(part, lambda: _steps(VARIANTS[part], small=small))
 
 
-def _steps(words: list[str], *, small: bool, profiles: bool) -> dict[str, Any]:
+def _steps(words: list[str], *, small: bool) -> dict[str, Any]:
     from hybrid_rlhf.cli.rl import main
     from hybrid_rlhf.configs.rl import RLConfig
     from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
@@ -262,7 +262,7 @@ def _steps(words: list[str], *, small: bool, profiles: bool) -> dict[str, Any]:
         machine = Device(DEVICE, 1, total - GPU_RESERVE_GIB * GIB)
         config = resolve_keep_weights(parse_config(RLConfig, line), solo_world(DEVICE))
         plan = {phase.name: phase.total / GIB for phase in Planner(machine).phases(config)}
-        with _watched() as syncs, _profiled_phases(_STEPS if profiles else _STEPS + 1) as phases:
+        with _watched() as syncs, _profiled_phases(_STEPS) as phases:
             try:
                 main(line)
             except SystemExit as stop:

@@ -12,8 +12,7 @@
     python -m benchmarks.learning --task reasoning --algorithms remax --seeds 0 1    # by one unclipped update a rollout
     python -m benchmarks.learning --task sharp --seeds 0 1     # SmolLM2-135M, defaults, a sharp reward of long answers
     python -m benchmarks.learning --samplers float32 int8 --seeds 0 1 2    # a task with rollouts in 32 and in 8 bits
-    python -m benchmarks.learning --samplers lag_token lag_sequence    # a task with a policy lag, by each correction
-    python -m benchmarks.learning --samplers streaming --seeds 0 1 2 3 4    # a task with streaming rollouts
+    python -m benchmarks.learning --samplers lag_token lag_sequence    # a task with a lag, by each correction
 
 Writes benchmarks/results/learning.zip with a CSV a task (a row a step: mean, deviation, lowest and highest over the
 seeds, and each seed), and a PNG to docs/images where matplotlib is installed; both to --out, if given. Prints a table.
@@ -72,7 +71,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "float32": {},
     "int8": {"rollout": {"quantization": "int8"}, "algorithm": {"correction": {"method": "truncate"}}},
     **{
-        f"lag_{name}": {"rollout": {"async_sampling": {"policy_lag": 4}}, "algorithm": {"correction": correction}}
+        f"lag_{name}": {"rollout": {"max_lag": 4}, "algorithm": {"correction": correction}}
         for name, correction in {
             "token": {"ratio": "token"},
             "sequence": {"ratio": "sequence"},
@@ -80,9 +79,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {
             "geometric": {"ratio": "geometric"},
         }.items()
     },
-    "streaming": {"rollout": {"streaming": {"max_lag": 4}}},
 }
-"""Products of the generation engine, or weights of four steps before, with the weights that correct the loss."""
+"""Products of the generation engine, or weights of up to four steps before, with the weights that correct the loss."""
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all weights": {},
     "lora": {"actor": {"lora": {"rank": 16}, "optimizer": {"lr": 3e-3}}},

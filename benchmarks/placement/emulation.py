@@ -128,8 +128,7 @@ class _Emulator:
                 (ModelEngine, "step", self._step),
                 (GenerationEngine, "generate", self._generate),
                 *((owner, "inference", self._inference) for owner in self._samplers),
-                (SeparateSampler, "snapshot", self._snapshot),
-                (RolloutSampler, "_held", self._gather),
+                (RolloutSampler, "held", self._gather),
             ):
                 stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
             yield
@@ -197,13 +196,6 @@ class _Emulator:
                 yield generation
 
         return inference
-
-    def _snapshot(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def snapshot(sampler: Any, **named: Any) -> Any:
-            with self._sync():
-                return real(sampler, **named)
-
-        return snapshot
 
     @contextlib.contextmanager
     def _sync(self) -> Iterator[None]:

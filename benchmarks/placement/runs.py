@@ -116,6 +116,6 @@ def run_line(folder: Path, output: Path, plan: StepPlan, *, prompts: int, new_to
         "logging.sinks": "[]",
     }
     if plan.policy_lag:
-        settings["rollout.async_sampling.policy_lag"] = plan.policy_lag
+        settings["rollout.max_lag"] = plan.policy_lag
         settings["algorithm.correction.method"] = "truncate"
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]

@@ -13,7 +13,7 @@ from hybrid_rlhf.configs.algorithms import PPOConfig
 from hybrid_rlhf.configs.rl import ActorConfig, CriticConfig, RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
-from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
@@ -134,7 +134,7 @@ class Setting:
                 prompts_per_step=self.rows,
                 max_prompt_tokens=self.prompt_tokens,
                 sampling=SamplingParams(max_new_tokens=self.new_tokens),
-                async_sampling=AsyncSamplingConfig(policy_lag=self.policy_lag) if self.policy_lag else None,
+                max_lag=self.policy_lag,
                 kv_cache_gib=_CACHE_GIB if self.policy_lag else None,
             ),
         )

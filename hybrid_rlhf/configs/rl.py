@@ -171,7 +171,18 @@ class RLConfig(StepConfig):
     """RL: trains an actor on its own completions and their rewards, with PPO, GRPO or another algorithm."""
 
     following = {"algorithm.mini_batches": _mini_batches}
-    retired = {"adapters": "adapters on one base train through `hybrid-rlhf train-server`, see docs/adapters.md"}
+    retired = {
+        "adapters": "adapters on one base train through `hybrid-rlhf train-server`, see docs/adapters.md",
+        **dict.fromkeys(
+            (
+                *("rollout.async_sampling", "rollout.async_sampling.policy_lag"),
+                *("rollout.partial", "rollout.partial.extra_prompts", "rollout.partial.max_lag"),
+                *("rollout.streaming", "rollout.streaming.max_lag", "rollout.streaming.replay_order"),
+            ),
+            "rollout.max_lag is the number of steps by which sampling may be ahead, see docs/lag.md",
+        ),
+        "rollout.streaming.recompute_kv": "it is rollout.recompute_kv",
+    }
 
     output_dir: str = setting("output/step3_ppo", mutable=True)
     """Folder of the run: actor/, critic/, config.yaml, metrics.jsonl, samples.jsonl, checkpoints."""
@@ -274,10 +285,6 @@ class RLConfig(StepConfig):
                 f"a program has episodes of several sequences, got algorithm {self.algorithm.name}, which counts "
                 "completions: give another, such as grpo",
             )
-        require(
-            self.rollout.partial is None,
-            "rollout.partial carries completions of one turn, got the section environment: leave one out",
-        )
 
     def _check_sampler(self) -> None:
         """Check where completions are sampled, and with which weights; those of other weights get a correction."""
@@ -297,22 +304,15 @@ class RLConfig(StepConfig):
             if not isinstance(self.algorithm, PolicyGradientConfig):
                 raise UserError(
                     "samples of other weights than those that train need algorithm.correction, got algorithm "
-                    f"{self.algorithm.name} without: give another, or leave out rollout.async_sampling, "
-                    "rollout.partial, rollout.streaming, rollout.quantization, rollout.vllm and "
-                    "rollout.sampling.response_format"
+                    f"{self.algorithm.name} without: give another, or leave out rollout.max_lag, "
+                    "rollout.quantization, rollout.vllm and rollout.sampling.response_format"
                 )
             default = self.algorithm.default_correction
             object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
-        require(
-            not rollout.policy_lag or alone or rollout.tensor_parallel == 1,
-            "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
-            f"rollout.tensor_parallel {rollout.tensor_parallel}: give 1, or --placement separation",
-        )
-        require(
-            rollout.streaming is None or not (alone or rollout.backend == "vllm") or not self.actor.ema_decay,
-            "rollout.streaming on ranks of its own, or by vLLM, never samples with other weights, got actor.ema_decay "
-            f"{self.actor.ema_decay}: leave one out",
-        )
+        if rollout.max_lag and (alone or rollout.backend == "vllm"):
+            rule = f"rollout.max_lag {rollout.max_lag} with a sampler that works while the actor trains"
+            unread = ["rollout.quantization", "rollout.offload_states", "actor.ema_decay"]
+            require_defaults(self, unread, rule, others={"rollout.keep_weights": True})
 
     def _check_models(self) -> None:
         """Check how the weights of actor and critic are trained, stored and split."""

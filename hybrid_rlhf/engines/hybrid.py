@@ -19,7 +19,6 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
@@ -27,7 +26,7 @@ from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions,
 from hybrid_rlhf.engines.partition import base_weights, full_weights, gathered, has_partitions
 from hybrid_rlhf.engines.residency.offload import OffloadedStates
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
-from hybrid_rlhf.engines.sampling_engine import backend_maker, check_closed, groups_of, rounds_otherwise
+from hybrid_rlhf.engines.sampling_engine import backend_maker, groups_of, rounds_otherwise
 from hybrid_rlhf.engines.weight_check import ElementCheck, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
@@ -78,7 +77,7 @@ class HybridEngine(ModelEngine):
             residency: location of its memory in each phase; none: as set in the rollout section.
 
         Raises:
-            UserError: when tensor_parallel, quantization, routing_replay, async_sampling or partial needs inference
+            UserError: when tensor_parallel, quantization, routing_replay or max_lag needs inference
                 weights and the model has none, or its experts cannot be replayed.
         """
         super().__init__(role, engine, world, options)
@@ -88,14 +87,10 @@ class HybridEngine(ModelEngine):
             residency = rules.actor(int(engine.zero_optimization_stage()), samples=samples)
         offloads = residency.visits("optimizer") or residency.visits("gradients")
         self._host_states = OffloadedStates(engine, world.device) if offloads else None
-        # with a larger policy lag, several snapshots with separate weights are open at a time
-        self._keeps = residency.stays("inference weights") and self._rollout.policy_lag <= 1
+        self._keeps = residency.stays("inference weights")
         self._make_backend = backend_maker(self._rollout)
-        self._shares_memory = not self._rollout.policy_lag
-        """True if inference weights may share memory with the training weights."""
-        self._snapshot: GenerationEngine | None = None
         together = self._rollout.tensor_parallel if samples else 1
-        self.generation_world = world.split(together, own=self._rollout.streaming is not None)
+        self.generation_world = world.split(together, own=self._rollout.max_lag > 0)
         """Tensor-parallel ranks that generate together, from the same prompts."""
         self.groups = groups_of(world, self.generation_world)
         """Number of tensor-parallel groups, and the index of this rank's; None: it is in none."""
@@ -119,7 +114,7 @@ class HybridEngine(ModelEngine):
         self.rounds_otherwise = rounds_otherwise(self._rollout, dtype)
         """True if log-probs are computed with a different precision in sampling than in training, on any ranks."""
         self._kept: NativeBackend | None = None
-        """Inference weights, KV cache and CUDA graphs that stay in memory between rollouts or snapshots."""
+        """Inference weights, KV cache and CUDA graphs that stay in memory between rollouts."""
         self._kept_version = -1
         """Version of the training weights at the last sync; -1 forces the next sync."""
         self._module_support: ModuleSupport | None = None
@@ -141,17 +136,11 @@ class HybridEngine(ModelEngine):
                 in_place=self._keeps,
                 quantization=rollout.quantization,
             )
-        if self._inference_weights is None and rollout.policy_lag:
-            raise UserError(
-                f"rollout.async_sampling copies the inference weights, {type(self.lm).__name__} has none: set "
-                "--rollout.async_sampling null"
-            )
-        for key in ("partial", "streaming"):
-            require(
-                self._inference_weights is not None or getattr(rollout, key) is None,
-                f"rollout.{key} continues completions with inference weights, {type(self.lm).__name__} has none: leave "
-                "it out",
-            )
+        require(
+            self._inference_weights is not None or not rollout.max_lag,
+            f"rollout.max_lag continues completions with inference weights, {type(self.lm).__name__} has none: leave "
+            "it out",
+        )
         return None if self._inference_weights is None else self._inference_weights.architecture
 
     def _follow_routes(self, architecture: ModelDescription | None) -> None:
@@ -234,41 +223,6 @@ class HybridEngine(ModelEngine):
                 self.module.train(was_training)
         self.weight_sync_seconds += time.perf_counter() - left
 
-    def snapshot(
-        self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> GenerationEngine:
-        """Return an engine with a copy of the current weights, for another thread while training changes them.
-
-        Every rank must make this call. With a policy lag of 1, the copy is reused: the next snapshot or `inference`
-        writes newer weights into it after this snapshot has sampled. CUDA graphs, which contain its addresses, are
-        captured once per batch size, while no thread samples. With a larger lag, each snapshot has a separate copy, and
-        no CUDA graphs.
-
-        Args:
-            stop_token_ids: tokens that end every completion.
-            tokenizer: for stop strings.
-
-        Raises:
-            RuntimeError: when an earlier snapshot of the same copy is not closed.
-        """
-        self.weight_sync_seconds = self.weight_check_seconds = 0.0
-        start = time.perf_counter()
-        if self._keeps:
-            check_closed(self._snapshot)
-            backend = self._synced_backend()
-        else:
-            backend = self._make_backend(self._build_decoder(views=False), cuda_graphs=False)
-        self.weight_sync_seconds += time.perf_counter() - start
-        backend.capture_between_runs()
-        self._snapshot = GenerationEngine(
-            backend,
-            stop_token_ids=stop_token_ids,
-            tokenizer=tokenizer,
-            weight_version=self.weight_version,
-            keeps_backend=self._keeps,
-        )
-        return self._snapshot
-
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
         """Context in which the model temporarily has other weights under the same version; they are synced on use."""
@@ -288,7 +242,7 @@ class HybridEngine(ModelEngine):
         if backend is not None and not self._inference_weights.in_place:
             backend.close()  # free its weights before newer ones are built
             backend = None
-        decoder = self._build_decoder(views=self._shares_memory)
+        decoder = self._build_decoder()
         if backend is None:
             backend = self._make_backend(decoder)
         else:
@@ -298,13 +252,12 @@ class HybridEngine(ModelEngine):
             self._kept_version = self.weight_version
         return backend
 
-    def _build_decoder(self, *, views: bool) -> Decoder:
-        """Build and check a decoder with the current weights; `views`: it may share memory with the training
-        weights."""
+    def _build_decoder(self) -> Decoder:
+        """Build and check a decoder with the current weights; it may share memory with the training weights."""
         assert self._inference_weights is not None, "called for models with inference weights only"
         weights = full_weights(self._weights, bucket_elements=BUCKET_ELEMENTS)
         decoder = self._inference_weights.build(
-            (weight.name, value, weight.is_persistent if views else weight.is_copy)
+            (weight.name, value, weight.is_persistent)
             for weight, value in self._elements(weights, seed=self.weight_version)
         )
         start = time.perf_counter()
@@ -361,9 +314,6 @@ class AbsentActor(AbsentEngine):
     ) -> Iterator[None]:
         """Return a context of None: this rank does not generate."""
         yield None
-
-    def snapshot(self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Return None: this rank does not generate."""
 
     def other_weights(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing: this rank has no weights."""

@@ -35,12 +35,6 @@ def rounds_otherwise(rollout: RolloutConfig, training: torch.dtype) -> bool:
     return other_products or DTYPES.get(rollout.dtype, training) != training
 
 
-def check_closed(snapshot: GenerationEngine | None) -> None:
-    """Raise RuntimeError if a snapshot whose weights are about to be overwritten may still sample."""
-    if snapshot is not None and not snapshot.is_closed:
-        raise RuntimeError("a snapshot is written to by the next one: close it first, or set a policy_lag of 2 or more")
-
-
 def groups_of(world: World, generation_world: World) -> tuple[int, int | None]:
     """Return the number of tensor-parallel groups of `world`, and the index of this rank's; None: it is in none."""
     together = generation_world.size
@@ -48,7 +42,7 @@ def groups_of(world: World, generation_world: World) -> tuple[int, int | None]:
 
 
 class SamplingEngine(Protocol):
-    """Generates with the actor's current weights, or with a copy of them."""
+    """Generates with the actor's current weights."""
 
     world: World
     """Ranks that sample; this process may not be one of them."""
@@ -88,22 +82,6 @@ class SamplingEngine(Protocol):
 
         Returns:
             Context of the engine; of None on a rank that does not sample.
-        """
-
-    def snapshot(
-        self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> GenerationEngine | None:
-        """Return an engine with the current weights, which do not change while training continues.
-
-        Every rank of actor and sampler must make this call. With a policy lag of 1, the engine must be closed before
-        the next snapshot.
-
-        Args:
-            stop_token_ids: tokens that end every completion.
-            tokenizer: for stop strings.
-
-        Returns:
-            The engine; None on a rank that does not sample.
         """
 
     def other_weights(self) -> contextlib.AbstractContextManager[None]:

@@ -6,7 +6,8 @@ alone (`GenerationEngine.from_pretrained`) and on the actor of a training run (e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -19,18 +20,16 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation.backends.backend import BackendName, GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.batching.arrivals import Taken
 from hybrid_rlhf.generation.batching.requests import (
     DecodeWork,
     NewTokens,
     Request,
     RequestMaker,
-    TokenLimit,
     continue_requests,
 )
 from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.generation.ops.quantisation import Quantization
-from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
+from hybrid_rlhf.generation.sampling import Completion, SamplingParams
 from hybrid_rlhf.generation.weights.adapters import NumberedAdapter
 from hybrid_rlhf.generation.weights.inference_weights import SharedWeights
 from hybrid_rlhf.generation.weights.probe import check_inference_weights
@@ -272,7 +271,8 @@ class GenerationEngine:
         record_routes: bool | Sequence[bool] = False,
         on_completed: Callable[[int], None] | None = None,
         begun: Sequence[Sequence[Completion]] = (),
-        until: FinishedShare | None = None,
+        until: Collection[int] | None = None,
+        rows: int | None = None,
         adapters: Sequence[str | None] = (),
     ) -> list[list[Completion]]:
         """Complete each prompt. All tensor-parallel ranks must make this call, with the same prompts and seeds.
@@ -285,8 +285,10 @@ class GenerationEngine:
             begun: completions of an earlier call, with the same seeds: all samples of a prompt, or none; shorter than
                 `prompts` if the last ones have none. Finished ones are returned unchanged, others continue, also
                 with other weights; their prompt and tokens are recomputed. Not by the module backend.
-            until: return when enough prompts are finished, with the unfinished completions as they are. Native backend;
-                none: all are finished.
+            until: indices of prompts; return after the step in which the last of them is finished, with the others'
+                completions as they are. Native backend; none: all prompts.
+            rows: maximum number of completions decoded together, by which the progress of the others does not depend
+                on earlier calls; none: as many as the backend has room for. Native backend.
             adapters: name of the adapter of each prompt, None for the model itself; empty: no adapters.
 
         Returns:
@@ -307,10 +309,6 @@ class GenerationEngine:
         for request, adapter in ((entry, adapters[entry.prompt_index]) for entry in requests if adapters):
             request.adapter = self.maker.adapter_number(adapter)
         continue_requests(requests, begun)
-        if until is not None:
-            limit = TokenLimit(until, requests)
-            for request in requests:
-                request.limit = limit
         recorded = [record_routes] * len(prompts) if isinstance(record_routes, bool) else record_routes
         if any(recorded) and not self.records_routes:
             raise UserError(
@@ -318,11 +316,19 @@ class GenerationEngine:
             )
         for request in requests:
             request.records_routes = recorded[request.prompt_index]
-        for new in self._run([request for request in requests if not request.ended]):
-            if self._backend is None:
-                raise RuntimeError("the generation engine was closed while it generated")
-            if on_completed is not None:
-                on_completed(sum(request.finish_reason is not None for request, _ in new))
+        awaited = {request for request in requests if until is None or request.prompt_index in until}
+        left = sum(not request.ended for request in awaited)
+        unfinished = [request for request in requests if left and not request.ended]
+        with contextlib.closing(self._run(unfinished, rows=rows)) as steps:
+            for new in steps:
+                if self._backend is None:
+                    raise RuntimeError("the generation engine was closed while it generated")
+                finished = sum(request.ended and request in awaited for request, _ in new)
+                left -= finished
+                if on_completed is not None:
+                    on_completed(finished)
+                if not left:
+                    break
         results: list[list[Completion]] = [[] for _ in prompts]
         for request in requests:
             results[request.prompt_index].append(request.completion(self.weight_version))
@@ -335,7 +341,6 @@ class GenerationEngine:
         max_tokens: int,
         memory_share: float | None = None,
         records_routes: bool = False,
-        order: Sequence[Taken] = (),
         world: World | None = None,
     ) -> OpenBatch:
         """Decode requests from other threads as they arrive, until the batch is closed.
@@ -348,8 +353,6 @@ class GenerationEngine:
             memory_share: largest share of the free memory for keys and values, unless one request needs more; none: the
                 default.
             records_routes: true if requests may record the experts of their tokens.
-            order: result of `OpenBatch.take_order` of an earlier batch, whose labelled submissions and pauses this one
-                takes in the same steps; then, as they arrive.
             world: tensor-parallel ranks that share the model, each of which makes this call; the group must not be used
                 by another thread. None: this rank alone.
 
@@ -365,7 +368,6 @@ class GenerationEngine:
             memory_share=memory_share,
             weight_version=self.weight_version,
             records_routes=records_routes,
-            order=order,
             world=world,
         )
 
@@ -405,10 +407,11 @@ class GenerationEngine:
         if backend is not None and not self._keeps_backend:
             backend.close()
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
+    def _run(self, requests: Sequence[Request], *, rows: int | None = None) -> Generator[NewTokens, None, None]:
         if requests:
             self._follow_model()
-            yield from self.backend.run(requests)
+            backend = self.backend
+            yield from backend.run(requests, rows=rows) if isinstance(backend, NativeBackend) else backend.run(requests)
 
     def _follow_model(self) -> None:
         """Update the backend's weights if the model of `from_model` was trained since the last call."""

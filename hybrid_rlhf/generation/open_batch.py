@@ -27,7 +27,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend
-from hybrid_rlhf.generation.batching.arrivals import Arrivals, Taken
+from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.continuous import BatchLoad
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker, continue_requests
 from hybrid_rlhf.generation.sampling import Completion, FinishReason, PromptLogprobs, SamplingParams, per_request
@@ -171,7 +171,6 @@ class OpenBatch:
         memory_share: float | None = None,
         weight_version: int = 0,
         records_routes: bool = False,
-        order: Sequence[Taken] = (),
         world: World | None = None,
     ) -> None:
         """Start the thread; arguments as in `GenerationEngine.open`."""
@@ -188,7 +187,6 @@ class OpenBatch:
             max_tokens=self.max_tokens,
             memory_share=memory_share,
             records_routes=records_routes,
-            order=order,
             world=world,
             remake=lambda batch: [request for request in self._requests(batch) if not request.ended],
         )
@@ -228,24 +226,20 @@ class OpenBatch:
         """Time that the batch has waited for requests, or while it was paused."""
         return self._arrivals.idle_seconds + self._paused_seconds
 
-    def take_order(self) -> list[Taken]:
-        """Return the steps in which the batch took labelled submissions and pauses, for those since the last call."""
-        return self._arrivals.take_order()
-
     @property
     def unfinished(self) -> int:
         """Number of unfinished samples."""
         return len(self._owners)
 
     def submit(
-        self, batch: PromptBatch, deliver: Deliver, *, label: str | None = None, sends: bool = False
+        self, batch: PromptBatch, deliver: Deliver, *, name: str | None = None, sends: bool = False
     ) -> Submission:
         """Complete prompts with the same tokens as `GenerationEngine.generate`.
 
         Args:
             batch: the prompts.
             deliver: called on the thread of the batch after each step with tokens of these prompts.
-            label: name in the order, unique in the batch.
+            name: the same on all ranks that share the model, unique in the batch; none: a number of this rank.
             sends: this is the first of the tensor-parallel ranks, and the others do not make this call.
 
         Raises:
@@ -273,7 +267,7 @@ class OpenBatch:
             for request in running:
                 request.delivered = len(request.token_ids)
                 self._owners[request] = submission
-            self._arrivals.add([*running], label=label, specification=batch if sends else None)
+            self._arrivals.add([*running], name=name, specification=batch if sends else None)
         return submission
 
     def _requests(self, batch: PromptBatch) -> list[Request]:
@@ -350,10 +344,10 @@ class OpenBatch:
         return result
 
     @contextlib.contextmanager
-    def paused(self, *, label: str | None = None) -> Iterator[None]:
+    def paused(self, *, name: str | None = None) -> Iterator[None]:
         """Context in which the batch waits between two steps, and the calling thread may use the device.
 
-        The tokens of all earlier steps are delivered before. `label` is the name in the order, unique in the batch.
+        The tokens of all earlier steps are delivered before. `name` is as in `submit`.
         """
         reached: Future[float] = Future()
         resumed = threading.Event()
@@ -365,7 +359,7 @@ class OpenBatch:
         with self._lock:
             if self._arrivals.closed:
                 raise RuntimeError("an open batch can be paused until it is closed, this one was closed")
-            self._arrivals.call(hold, drains=True, label=label)
+            self._arrivals.call(hold, drains=True, name=name)
         start = reached.result()
         try:
             yield

@@ -61,21 +61,6 @@ class PromptLogprobs:
         return cls(chosen, [list(zip(*pair, strict=True)) for pair in pairs])
 
 
-@dataclass(frozen=True)
-class FinishedShare:
-    """Ends a call of the engine when enough of its prompts are finished. A prompt is finished when all its samples are.
-
-    The call ends at a number of tokens: the smallest with which enough prompts finish if all completions grow by one
-    token at a time. Completions that need more are returned unfinished, with exactly this number of new tokens. The
-    result thus depends only on tokens, not on memory, batching or time.
-    """
-
-    prompts: int
-    """Number of prompts that must be finished."""
-    required: frozenset[int] = frozenset()
-    """Indices of prompts that must be finished in any case."""
-
-
 def per_request(sampling: SamplingParams | Sequence[SamplingParams], requests: int) -> list[SamplingParams]:
     """Return one SamplingParams per prompt, each with a seed.
 

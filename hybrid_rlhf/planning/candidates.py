@@ -139,21 +139,18 @@ def samplings(job: RLJob, layout: Layout, cluster: Cluster) -> list[tuple[int, b
     places = layout.places
     environment = job.config.environment
     rollout = job.config.rollout
-    if rollout.policy_lag and SAMPLER not in places:
-        return [(1, False)]  # beside training on the same ranks, sampling runs no collectives
     sizes = _group_sizes(places.get(SAMPLER, places["actor"]), cluster, job.actor.sizes.heads)
     if environment is not None and environment.path is None:
         sizes = [1]  # a program asks one rank
     joint: list[int] = []
-    if SAMPLER in places and not rollout.overlap_steps and rollout.streaming is None:
+    if SAMPLER in places and not rollout.max_lag:
         joint = _group_sizes(places["actor"], cluster, job.actor.sizes.heads)
     return [(size, joins) for size in sizes for joins in (False, True) if not joins or size in joint]
 
 
 def lag_of(job: RLJob, layout: Layout) -> int:
-    """The policy lag: the configured one; streaming on the actor's ranks has none."""
-    rollout = job.config.rollout
-    return rollout.overlap_steps if SAMPLER in layout.places else rollout.policy_lag
+    """Steps by which a sampler on ranks of its own works ahead; sampling on the actor's ranks does not."""
+    return job.config.rollout.overlap_steps if SAMPLER in layout.places else 0
 
 
 def offloads(job: RLJob, layout: Layout) -> list[Offload]:

@@ -178,7 +178,7 @@ class GenerationMemory:
         records the experts of a mixture in the cache. Windows, which need less, are left out."""
         rollout = self.rollout
         groups = max(1, ranks // rollout.tensor_parallel)
-        wanted = -(-(rollout.prompts_per_step + rollout.extra_prompts) // groups) * rollout.sampling.n
+        wanted = -(-rollout.prompts_per_step * (1 + rollout.max_lag) // groups) * rollout.sampling.n
         if rollout.max_decode_rows is not None:
             wanted = min(wanted, rollout.max_decode_rows)
         routes = route_size(self.model, rollout) if records_routes else None
@@ -233,7 +233,7 @@ class GenerationMemory:
             kv_heads, width = max(self._kv_sizes, key=math.prod, default=(1, 0))
             splits = min(_MOST_SPLITS, _SPLIT_PROGRAMS // (rows * kv_heads))
             row += heads * splits * (width + 2) * FLOAT32 if splits > 1 else 0.0
-            graphs = rollout.cuda_graphs and rollout.policy_lag <= 1
+            graphs = rollout.cuda_graphs
         numbers = _ROW_NUMBERS + rollout.sampling.max_new_tokens
         table = _FLOAT64 * numbers + FLOAT32 * blocks_of(capacity)
         return WorkingMemory(prefill, row, table, cuda_graphs=graphs, reserve=GRAPHS_BYTES if graphs else 0)

@@ -248,7 +248,7 @@ class RLJob:
     def actor_reads(self, *, lag: int) -> int:
         """How many times the actor reads a rollout before its updates."""
         rollout = self.config.rollout
-        other = lag > 0 or rollout.samples_older or rounds_otherwise(rollout, self.dtype)
+        other = lag > 0 or rollout.max_lag > 0 or rounds_otherwise(rollout, self.dtype)
         old = self.config.algorithm.actor_scores_rollout(other_sampler=other, has_teacher="teacher" in self.roles)
         return int(old) + int(self.reads_own_reference)
 

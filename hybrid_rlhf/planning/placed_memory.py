@@ -126,9 +126,6 @@ class MemoryModel:
             return PhaseMemory("generation", base, self.machine), MemoryUse(), rows
         # a vLLM server on the rank's device has copies of the weights
         inference = self._inference_bytes(plan, in_use=separate or rollout.vllm is not None)
-        copies = 0.0
-        if plan.policy_lag and not separate:  # each rollout is sampled from weights of its own
-            copies = plan.policy_lag * self._inference_bytes(plan, in_use=True).weights
         if separate:
             sent = _travelling(_shapes(job.actor), plan, "actor", SAMPLER) * job.inference_dtype.itemsize
             inference = replace(inference, building=inference.building + sent)
@@ -136,13 +133,13 @@ class MemoryModel:
         if residency.visits("optimizer"):
             movable = self._engine(job.actor, plan).movable
             base += MemoryUse(optimizer=-movable, host=movable)
-        sampling = self._sampler(plan.sampling.tensor_parallel).sampling(
-            base, inference, self.machine, ranks=ranks, copies=copies
+        sampling = self._sampler(plan.sampling.tensor_parallel, plan.separate).sampling(
+            base, inference, self.machine, ranks=ranks
         )
         cache = sampling.cache
         kept = MemoryUse()
         if residency.stays("inference weights"):
-            kept += MemoryUse(inference=copies or inference.weights)
+            kept += MemoryUse(inference=inference.weights)
         if residency.stays("KV cache"):
             buffers = sampling.step_buffers if plan.policy_lag else 0.0
             kept += MemoryUse(cache=cache.cache_bytes, buffers=buffers)
@@ -151,16 +148,18 @@ class MemoryModel:
         return sampling.phase, kept, max(1, at_once)
 
     @once
-    def _sampler(self, tensor_parallel: int) -> GenerationMemory:
+    def _sampler(self, tensor_parallel: int, separate: bool) -> GenerationMemory:
         """The actor on a rank that samples."""
         job = self._job
-        rollout = replace(job.config.rollout, tensor_parallel=tensor_parallel, async_sampling=None)
+        outlives_steps = separate or job.config.environment is not None
+        lag = job.config.rollout.max_lag if outlives_steps else 0  # else as many rows as a step has
+        rollout = replace(job.config.rollout, tensor_parallel=tensor_parallel, max_lag=lag, recompute_kv=False)
         return GenerationMemory(_shapes(job.actor), rollout, job.inference_dtype, job.device)
 
     def _inference_bytes(self, plan: StepPlan, *, in_use: bool) -> InferenceBytes:
         actor = plan.roles["actor"]
         gathers = actor.zero == 3 and (len(actor.ranks) > 1 or self._job.actor.zero.offload_parameters)
-        memory = self._sampler(plan.sampling.tensor_parallel)
+        memory = self._sampler(plan.sampling.tensor_parallel, plan.separate)
         return memory.weights(stage=actor.zero, gathers=gathers, in_use=in_use)
 
     def _engine_key(self, role: RoleJob, plan: StepPlan) -> tuple[object, ...]:

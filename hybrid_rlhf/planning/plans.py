@@ -40,7 +40,7 @@ class StepPlan:
         rollout = config.rollout
         zero = config.actor.zero
         on_host = zero.offload_optimizer and (config.critic is None or config.critic_zero.offload_optimizer)
-        lag = rollout.overlap_steps if rollout.streaming is None or placement.separate_sampler else 0
+        lag = rollout.overlap_steps if placement.separate_sampler else 0
         return cls(placement, lag, rollout.offload_frozen, rollout.offload_states, on_host)
 
     @property
@@ -75,10 +75,9 @@ class StepPlan:
     def residency(self, job: RLJob) -> dict[str, RoleResidency]:
         """Where the memory of each role is in each phase."""
         rules = replace(
-            ResidencyRules.of(job.config, cuda=job.device.type == "cuda" and not self.policy_lag),
+            ResidencyRules.of(job.config, cuda=job.device.type == "cuda"),
             offload_frozen=self.offload_frozen,
             offload_states=self.offload_states,
-            policy_lag=self.policy_lag,
             optimizers_on_host=[role.name for role in job.learners if self.offloads_optimizer(role.name, role.zero)],
         )
         return rules.roles(self.placement)
@@ -103,8 +102,6 @@ class StepPlan:
         """What a config must have besides the placement so that it runs as planned: keys whose values differ."""
         found: dict[str, Any] = {"rollout.tensor_parallel": 1 if self.separate else self.sampling.tensor_parallel}
         found |= {f"rollout.{key}": getattr(self, key) for key in ("offload_frozen", "offload_states")}
-        if self.policy_lag and config.rollout.streaming is None:
-            found["rollout.async_sampling.policy_lag"] = self.policy_lag
         if self.micro_batch_tokens is not None:
             found["train.micro_batch_tokens"] = self.micro_batch_tokens
         if self.offload_optimizer:

@@ -106,7 +106,7 @@ def resolve_keep_weights(config: RLConfig, world: World) -> RLConfig:
     keep = False
     with shared_user_errors(world):
         rollout = config.rollout
-        if world.is_main and world.device.type == "cuda" and rollout.backend == "auto" and not rollout.policy_lag:
+        if world.is_main and world.device.type == "cuda" and rollout.backend == "auto":
             with contextlib.suppress(Unplannable):
                 keep = plan_has_room(config, own_device(world.size, local=world.local_size))
     keep = world.broadcast_object(keep)

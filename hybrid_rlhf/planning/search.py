@@ -287,9 +287,8 @@ class Search:
         def sampling(kind: tuple[int, bool]) -> _Sampling:
             plan = plan_of(self._job, layout, {"actor": actor}, sampling=kind, offload=offload)
             works = self.costs.sampling(plan, rows_at_once=len(self._job.lengths.completions))
-            ahead = self.costs.transfer_ahead(plan)
             seconds = max(work.seconds for work in works) + self.costs.weight_sync(plan).seconds
-            return _Sampling(kind, seconds, 0.0 if ahead is None else ahead.seconds)
+            return _Sampling(kind, seconds, 0.0)
 
         return [sampling(kind) for kind in samplings(self._job, layout, self._cluster)]
 

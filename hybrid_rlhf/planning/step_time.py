@@ -125,15 +125,9 @@ def _reads(costs: Costs, plan: StepPlan) -> Iterator[Task]:
 
 def _updates(costs: Costs, plan: StepPlan) -> Iterator[Task]:
     """Those of actor and critic; they take turns on common ranks, so the actor's last is before the critic's last."""
-    ahead = costs.transfer_ahead(plan)
     for role in costs.job.learners:
         ranks = plan.roles[role.name].ranks
         work = costs.updates(role, plan)
-        if role.name == "critic" and ahead is not None:
-            last = 1 / costs.job.updates
-            yield Task("training", ranks, work * (1 - last))
-            yield Task("training", _with_samplers(plan), ahead, beside=True)
-            work = work * last
         yield Task("training", ranks, work)
     yield Task("training", costs.cluster.everyone, costs.rows_to_learn(), together=True)
 

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -41,11 +40,10 @@ from hybrid_rlhf.rl.environments import Environment, build_runner
 from hybrid_rlhf.rl.parts import RLParts, RLSession
 from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
 from hybrid_rlhf.rl.roles.roles import Actor
-from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
+from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
-from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
-from hybrid_rlhf.rl.rollouts.streaming import StreamingSampler
+from hybrid_rlhf.rl.rollouts.stream import StepStream
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -168,11 +166,6 @@ def rl_session(
         value_lam = 1.0 if config.critic is None else config.critic.gae_lambda
         algorithm = (algorithm_class or ALGORITHMS[config.algorithm.name])(config.algorithm, value_lam=value_lam)
         algorithm.component_weights = {part.label: part.weight for part in config.reward.named}
-        require(
-            config.rollout.partial is None or not algorithm.wants_greedy,
-            "rollout.partial carries sampled completions, got the greedy baseline of algorithm "
-            f"{config.algorithm.name}: leave it out",
-        )
         updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
         roles = build_roles(config, run, placement, actor_path, tokenizer, updates=updates)
         stack.callback(roles.close)
@@ -199,16 +192,19 @@ def rl_session(
             ptx_coef=config.ptx.coef if config.ptx else 0.0,
             teacher_coef=config.teacher.coef if config.teacher else 0.0,
         )
-        ahead = _async_sampler(
-            config,
-            sampler,
-            prompts=prompts.train,
-            stream=stream,
-            total_steps=steps,
-            folder=run.folder,
-            greedy=algorithm.wants_greedy,
+        collector = Collector(
+            StepStream(
+                sampler,
+                prompts=prompts.train,
+                stream=stream,
+                per_step=config.rollout.prompts_per_step,
+                total_steps=steps,
+                max_lag=config.rollout.max_lag,
+                greedy=algorithm.wants_greedy,
+            ),
+            parts.scorer,
+            algorithm,
         )
-        collector = Collector(ahead, parts.scorer, algorithm)
         yield RLSession(config, run, tokenizer, parts, prompts.train, prompts.held_out, collector, watch)
 
 
@@ -232,45 +228,6 @@ def _beside_training(
         world=actor.world,
     )
     return average, ptx_batches
-
-
-def _async_sampler(
-    config: RLConfig,
-    sampler: RolloutSampler,
-    *,
-    prompts: Dataset,
-    stream: RowStream,
-    total_steps: int,
-    folder: Path,
-    greedy: bool,
-) -> AsyncSampler:
-    """What samples the prompts of the steps in order; arguments as of StreamingSampler."""
-    rollout = config.rollout
-    per_step = rollout.prompts_per_step
-    if rollout.streaming is not None:
-        return StreamingSampler(
-            sampler,
-            rollout.streaming,
-            prompts=prompts,
-            stream=stream,
-            per_step=per_step,
-            total_steps=total_steps,
-            folder=folder,
-            greedy=greedy,
-        )
-    partial = None
-    if rollout.partial is not None:
-        partial = PartialRollouts(rollout, sampler.engine, total_steps=total_steps)
-    return AsyncSampler(
-        sampler,
-        prompts=prompts,
-        stream=stream,
-        per_step=per_step,
-        total_steps=total_steps,
-        policy_lag=rollout.policy_lag,
-        greedy=greedy,
-        partial=partial,
-    )
 
 
 def _read_data(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenizedData, Dataset | None]:
@@ -375,8 +332,7 @@ def _log_correction(config: RLConfig) -> None:
         )
     cases = {
         f"the ratio of sequences (algorithm {algorithm.name})": algorithm.default_correction.ratio == "sequence",
-        "completions of several weight versions (rollout.partial)": config.rollout.partial is not None,
-        "completions of several weight versions (rollout.streaming)": config.rollout.samples_while_training,
+        "completions of several weight versions (rollout.max_lag)": config.rollout.max_lag > 0,
         "8-bit sampling of long completions (rollout.quantization)": config.rollout.quantization is not None,
         "a grammar (rollout.sampling.response_format)": config.rollout.sampling.response_format is not None,
     }

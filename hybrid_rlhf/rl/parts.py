@@ -138,12 +138,12 @@ class RLSession:
     @property
     def total_steps(self) -> int:
         """Steps of the run, at most."""
-        return self.collector.ahead.total_steps
+        return self.collector.stream.total_steps
 
     def take_prompts(self) -> list[Mapping[str, Any]]:
         """The prompts of the next step; empty at the end of the data."""
-        ahead = self.collector.ahead
-        return ahead.prompts(ahead.stream.take(ahead.per_step))
+        stream = self.collector.stream
+        return stream.prompts(stream.row_stream.take(stream.per_step))
 
     def placement_metrics(self, seconds: Mapping[str, float], sampled: SampledTokens) -> dict[str, float]:
         """Predictions and their errors for a step, by its timed phases and its completions; {} without a planner."""

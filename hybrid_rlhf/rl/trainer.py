@@ -74,7 +74,7 @@ class RLTrainer(Trainer):
         self._scorer = parts.scorer
         self._updater = parts.updater
         self._collector = session.collector
-        self._ahead = session.collector.ahead
+        self._stream = session.collector.stream
         self._max_logprob_diff = run.world.broadcast_object(sampler.max_logprob_diff, source=sampler.world.members[0])
         self._kl = KLController(config.algorithm.kl)
         self._entropy: EntropyController | None = None
@@ -220,7 +220,7 @@ class RLTrainer(Trainer):
             return {}
         seconds["step"] = time.perf_counter() - start
         sampled = self._collector.sampled
-        hidden = self._ahead.hidden_seconds
+        hidden = self._stream.hidden_seconds
         metrics = speed_metrics(
             self._roles,
             sampled,
@@ -253,31 +253,31 @@ class RLTrainer(Trainer):
     @property
     def has_next(self) -> bool:
         """True if an interrupted step or prompts for another step are left."""
-        return self._interrupted is not None or self._ahead.has_next
+        return self._interrupted is not None or self._stream.has_next
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Context around the training loop: cancels pending rollouts at its end."""
-        return self._ahead.running()
+        return self._stream.running()
 
     def state(self, step: int) -> LoopState:
         """Return the state of the run after a step, for a checkpoint. Every rank calls."""
         self._samples.flush()
         content: dict[str, Any] = {
-            "prompts": self._ahead.stream.state_dict(),
+            "prompts": self._stream.row_stream.state_dict(),
             "algorithm": {"name": self._rl.algorithm.name, **self._parts.algorithm.state_dict()},
             "kl": self._kl.state_dict(),
             "scaling": self._parts.scaling.state_dict(),
             "skipped": self._skipped.state_dict(),
-            "ahead": self._ahead.state_dict(),
+            "ahead": self._stream.state_dict(),
         }
         if self._entropy is not None:
             content["entropy"] = self._entropy.state_dict()
-        if (carried := self._ahead.carried_state(self._world)) is not None:
+        if (carried := self._stream.carried_state(self._world)) is not None:
             content["carried"] = carried
         if self._rl.ptx is not None:  # only ranks with the actor have the position
             ptx_state = None if self._updater.ptx is None else self._updater.ptx.loader.state_dict()
             content["ptx"] = next(state for state in self._world.all_gather_objects(ptx_state) if state is not None)
-        return LoopState(step, content, tensors=self._ahead.tensors())
+        return LoopState(step, content, tensors=self._stream.tensors())
 
     def _partial_state(self, step: int, batch: Batch, progress: Progress) -> LoopState:
         state = self.state(step - 1)
@@ -298,7 +298,6 @@ class RLTrainer(Trainer):
         done = 0 if state is None else state.step
         self._samples.resume(done)
         self._tokens.resume(done)
-        self._ahead.resume(done + (self._interrupted is not None))
         if self._parts.scaling.needs_initial_scores:
             prompts = self._session.prompts
             first = range(min(len(prompts), self._rl.rollout.prompts_per_step))
@@ -318,17 +317,17 @@ class RLTrainer(Trainer):
         )
         require(
             self._rl.algorithm.allows_other_sampler or not content.get("ahead"),
-            "the checkpoint holds completions that older weights sampled (rollout.async_sampling.policy_lag), got "
+            "the checkpoint holds completions that older weights sampled (rollout.max_lag), got "
             "algorithm.correction.method none: give truncate or mask",
         )
-        self._ahead.stream.load_state_dict(content["prompts"])
+        self._stream.row_stream.load_state_dict(content["prompts"])
         self._parts.algorithm.load_state_dict(content["algorithm"])
         self._kl.load_state_dict(content["kl"])
         if self._entropy is not None and "entropy" in content:
             self._entropy.load_state_dict(content["entropy"])
         self._parts.scaling.load_state_dict(content["scaling"])
         self._skipped.load_state_dict(content["skipped"])
-        self._ahead.load_state_dict(content.get("ahead", ()), state.shards, self._world, content.get("carried"))
+        self._stream.load_state_dict(content.get("ahead", ()), state.shards, self._world, content.get("carried"))
         if self._updater.ptx is not None and "ptx" in content:
             self._updater.ptx.loader.load_state_dict(content["ptx"])
         if state.update is not None:

@@ -61,9 +61,8 @@ class PlacedRoles:
     the names of reward models."""
     tensor_parallel: int = 1
     """The value of `rollout.tensor_parallel`."""
-    policy_lag: int = 0
-    streams: bool = False
-    """True with `rollout.streaming`."""
+    max_lag: int = 0
+    """The value of `rollout.max_lag`."""
     shares_base: bool = False
     """True if the critic has its adapters on the actor's weights."""
     reads_actor: bool = False
@@ -186,8 +185,7 @@ def placed_roles(config: RLConfig, *, has_reference: bool | None = None) -> Plac
     return PlacedRoles(
         zero,
         tensor_parallel=config.rollout.tensor_parallel,
-        policy_lag=config.rollout.policy_lag,
-        streams=config.rollout.streaming is not None,
+        max_lag=config.rollout.max_lag,
         shares_base=config.critic is not None and config.critic.share_base,
         reads_actor=config.uses_reference and not has_reference,
         refreshes_reference=has_reference and bool(config.reference.refresh_every),
@@ -362,12 +360,11 @@ def _check(placement: Placement, placed: PlacedRoles) -> None:
         f"placement.sampler has ranks of its own, got {in_words(shared)} of the actor's too: name others, or leave "
         "sampler out to sample on the actor's ranks",
     )
-    if (placed.policy_lag or placed.streams) and "critic" in placement.roles:
+    if placed.max_lag and "critic" in placement.roles:
         shared = sorted({*sampler.ranks} & {*placement["critic"].ranks})
         require(
             not shared,
-            f"rollout.{'streaming' if placed.streams else 'async_sampling'} samples while the critic trains, got both "
-            "on ranks "
+            f"rollout.max_lag {placed.max_lag} samples while the critic trains, got both on ranks "
             f"{in_words(shared)} in placement: name others for placement.critic",
         )
 
@@ -385,14 +382,9 @@ def _check_with_actor(placement: Placement, placed: PlacedRoles) -> None:
         "own for the sampler: name placement.sampler.ranks",
     )
     require(
-        not placed.policy_lag,
-        "placement.sampler.with_actor samples on the actor's ranks while they do not train, got "
-        f"rollout.async_sampling.policy_lag {placed.policy_lag}: leave one out",
-    )
-    require(
-        not placed.streams,
-        "placement.sampler.with_actor samples on the actor's ranks while they do not train, got rollout.streaming: "
-        "leave one out",
+        not placed.max_lag,
+        "placement.sampler.with_actor samples on the actor's ranks while they do not train, got rollout.max_lag "
+        f"{placed.max_lag}: leave one out",
     )
     require(
         trains % together == 0,

@@ -97,7 +97,7 @@ def test_help_of_rl_shows_few_keys_and_help_all_every_key(
         assert ("--algorithm.gae_lambda" in text) == ("--critic.path" in text) == (algorithm == "ppo")
     assert len(shown["--help"]) <= most and {"rollout.prompts_per_step", "actor.optimizer.lr"} <= shown["--help"]
     assert shown["--help-all"] == {"algorithm.name", *tree.all_keys(off=True)}
-    unused = {"actor.lora", "environment", "ptx", "rollout.async_sampling", "algorithm.correction"}
+    unused = {"actor.lora", "environment", "ptx", "algorithm.correction"}
     assert unused <= shown["--help"] and not unused & shown["--help-all"]
 
 

@@ -85,10 +85,6 @@ RULES = {
     "--rollout.vllm.urls [http://a] --rollout.kv_cache_gib 1": ("run already", "got rollout.kv_cache_gib 1"),
     "--rollout.vllm.python p --rollout.backend module": ("rollout.backend vllm", "got module"),
     "--rollout.vllm.python p --rollout.quantization int8": ("rollout.backend vllm", "got rollout.quantization int8"),
-    "--rollout.vllm.python p --rollout.partial true": (
-        "rollout.backend vllm",
-        "got the section rollout.partial: leave it out",
-    ),
     "--rollout.vllm.python p --rollout.tensor_parallel 2": ("rollout.backend vllm", "got rollout.tensor_parallel 2"),
     "--rollout.vllm.python p --rollout.offload_states true": (
         "rollout.backend vllm",
@@ -99,7 +95,6 @@ RULES = {
         "one log-prob",
         "got rollout.sampling.response_format {'type': 'json_object'}",
     ),
-    "--rollout.vllm.python p --rollout.async_sampling.policy_lag 2": ("policy_lag", "policy_lag 2"),
     "--rollout.vllm.python p --placement separation": ("placement", "got placement separation"),
     "--rollout.vllm.python p --actor.lora.rank 4 --model.quantization nf4": ("model.quantization", "backend vllm"),
 }
@@ -117,15 +112,14 @@ READ = [
     '--environment.path a:B --environment.options {"seed":-1}',
     "--algorithm.kl.target 3 --algorithm.kl.horizon 100",
     "--algorithm.correction.method mask --algorithm.correction.clip 3",
-    "--actor.lora.rank 8 --critic.lora.rank 0 --rollout.kv_cache_gib 1 --rollout.async_sampling.policy_lag 2 "
-    "--algorithm.correction {}",
+    "--actor.lora.rank 8 --critic.lora.rank 0 --rollout.kv_cache_gib 1 --rollout.max_lag 2 --algorithm.correction {}",
     "--algorithm.kl null --algorithm.penalties null --actor.zero.stage 2",
     "--algorithm.entropy.share 1e-3 --algorithm.entropy.bounds [2,3]",
     "--algorithm grpo --algorithm.entropy.method kl_cov --algorithm.entropy.coef 0.5",
     "--algorithm raft --algorithm.entropy.method adaptive --algorithm.entropy.target 0.3 --algorithm.entropy.step 1e-3",
     "--rollout.quantization int8 --algorithm.correction.method truncate",
     "--algorithm online_dpo --rollout.quantization int8",
-    "--rollout.vllm.python p --rollout.vllm.arguments [--x] --rollout.kv_cache_gib 1 --rollout.async_sampling true",
+    "--rollout.vllm.python p --rollout.vllm.arguments [--x] --rollout.kv_cache_gib 1 --rollout.max_lag 1",
     "--rollout.vllm.urls [http://a:1,https://b] --rollout.vllm.api_key ${KEY} --rollout.vllm.folder /shared",
     "--reward.components [rm,{'function':'a:b','weight':0.5}]",
     "--data.sources [a,{'path':'b','weight':0.5,'split_name':'x'}] --actor.optimizer.betas [0.8,0.99]",
@@ -278,7 +272,7 @@ def test_what_may_change_when_a_run_resumes_is_marked_on_the_field() -> None:
     fixed = (
         "seed model.path model.dtype data.sources algorithm.name algorithm.kl.coef algorithm.beta actor.lora.rank "
         "actor.optimizer.lr critic.gae_lambda rollout.sampling.temperature train.epochs rollout.prompts_per_step "
-        "train.max_steps train.eval_every rollout.async_sampling.policy_lag rollout.quantization"
+        "train.max_steps train.eval_every rollout.max_lag rollout.quantization"
     ).split()
     assert [key for key in free if not is_mutable(RLConfig, key)] == []
     assert [key for key in fixed if is_mutable(RLConfig, key)] == []

@@ -44,7 +44,7 @@ REFUSED: list[tuple[Any, ...]] = [
     (
         {"sampler": {"ranks": 3}, "critic": {"ranks": "2-3"}},
         "samples while the critic trains, got both on ranks 3 in placement",
-        {"policy_lag": 1},
+        {"max_lag": 1},
     ),
     ({"critic_copy": {"tensor_parallel": 1}}, "placement.critic_copy needs ranks, got none and no sampler's: give"),
     ({"critic_copy": {"ranks": "1-2"}}, "on ranks without the critic, got 1-2 of its too: name others, or leave"),
@@ -62,8 +62,8 @@ REFUSED: list[tuple[Any, ...]] = [
     ({"style": "flattening", "sampler": {"with_actor": True}}, "got no ranks of its own"),
     (
         {"sampler": {"ranks": 1, "with_actor": True}},
-        "async_sampling.policy_lag 1: leave one out",
-        {"policy_lag": 1},
+        "got rollout.max_lag 1: leave one out",
+        {"max_lag": 1},
     ),
     (
         {"sampler": {"ranks": "2-3", "tensor_parallel": 2, "with_actor": True}, "actor": {"ranks": 1}},

@@ -328,7 +328,7 @@ STEPS = {
         "--actor.lora.rank 4 --actor.lora.target_modules [q_proj,v_proj] --critic.share_base true --actor.zero.stage 2"
     ),
     "tensor parallel": f"{GRPO} --actor.zero.stage 2 --rollout.tensor_parallel 2",
-    "async": f"{GRPO} --actor.zero.stage 3 --rollout.async_sampling.policy_lag 1",
+    "lag": f"{GRPO} --actor.zero.stage 3 --rollout.max_lag 1",
 }
 """Steps with more options: PPO has a mixture as critic, a moving average, and a reference that follows the actor."""
 
@@ -353,7 +353,7 @@ def stage_of(step: str, stage: int) -> str:
         faults("sft", 2),
         faults("sft", 3),
         slow("ppo", 2),
-        *(faults(*case) for case in [("reward", 2), ("adapters", 2), ("tensor parallel", 2), ("async", 3)]),
+        *(faults(*case) for case in [("reward", 2), ("adapters", 2), ("tensor parallel", 2), ("lag", 3)]),
     ],
 )
 def test_a_step_does_not_depend_on_who_has_the_experts(

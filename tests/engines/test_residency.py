@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.rl import ActorConfig, RLConfig
-from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.residency.rules import PHASES, Part, ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.engines.sampling_engine import backend_maker
@@ -30,7 +30,6 @@ ACTOR: list[tuple[ResidencyRules, int, dict[Part, tuple[str, ...]]]] = [
     (rules(), 0, {"weights": STAY, "optimizer": STAY, "gradients": (F, F, F, D), "inference weights": ONCE}),
     (rules(cuda_graphs=True), 3, {"gradients": STAY, "KV cache": ONCE, "CUDA graphs": ONCE}),
     (rules(keep_weights=True, cuda_graphs=True), 2, {"inference weights": STAY, "KV cache": STAY, "CUDA graphs": STAY}),
-    (rules(policy_lag=1), 0, {"inference weights": STAY, "KV cache": STAY}),
     (rules(offload_states=True), 3, {"optimizer": AWAY, "gradients": AWAY, "weights": STAY}),
     (rules(offload_states=True), 2, {"optimizer": AWAY, "gradients": (F, F, F, D)}),
     (rules(optimizers_on_host=["actor"]), 2, {"optimizer": (H,) * 4, "gradients": (H,) * 4}),
@@ -66,7 +65,7 @@ def test_an_actor_that_does_not_sample_keeps_its_states_and_has_no_cache() -> No
     ],
 )
 def test_a_sampler_with_ranks_of_its_own(keep: Any, lag: int, shares: bool, weights: Any, cache: Any) -> None:
-    found = rules(keep_weights=keep, policy_lag=lag).sampler(shares_ranks=shares).places
+    found = rules(keep_weights=keep, lags=lag > 0).sampler(shares_ranks=shares).places
     assert found == {"inference weights": weights, "KV cache": cache}
 
 
@@ -111,9 +110,6 @@ def test_there_are_no_cuda_graphs_where_the_setting_or_the_device_rules_them_out
     assert ResidencyRules.of_rollout(RolloutConfig(), cuda=True).cuda_graphs
     assert not ResidencyRules.of_rollout(RolloutConfig(cuda_graphs=False), cuda=True).cuda_graphs
     assert not ResidencyRules.of_rollout(RolloutConfig(), cuda=False).cuda_graphs
-    for lag in (1, 2):
-        ahead = RolloutConfig(async_sampling=AsyncSamplingConfig(policy_lag=lag))
-        assert ResidencyRules.of_rollout(ahead, cuda=True).cuda_graphs == (lag == 1)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

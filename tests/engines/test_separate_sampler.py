@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pickle
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import base_weights, full_weights
@@ -34,7 +33,6 @@ from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, create_groups
 from tests.support import errors
-from tests.support.clock import wait_until
 from tests.support.engines import PROMPTS, accumulate, actor_spec, route_to_expert_0
 from tests.support.families import variant
 from tests.support.marks import faults, slow
@@ -302,9 +300,9 @@ FAULTS = {
 
 
 def broken(world: World, path: Path) -> list[tuple[str, str]]:
-    """What each rank says of each fault in its second sync, begun by the rollout or ahead of it."""
+    """What each rank says of each fault in its second sync."""
     told = []
-    for fault, ahead in itertools.product(FAULTS, (False, True)):
+    for fault in FAULTS:
         settings = {"lora": 4 * (fault == "an adapter dropped")}
         actor, sampler = build_separate(world, path, trains=2, settings=settings)
         sync(sampler)
@@ -312,8 +310,6 @@ def broken(world: World, path: Path) -> list[tuple[str, str]]:
         with pytest.MonkeyPatch.context() as patch:
             _break(fault, actor, sampler, patch)
             with pytest.raises(UserError) as caught:
-                with sampler.sync_ahead() if ahead else nullcontext():
-                    pass
                 sync(sampler)
         told.append((fault, str(caught.value)))
     return told
@@ -350,40 +346,9 @@ def _break(fault: str, actor: HybridEngine | None, sampler: SeparateSampler, pat
 
 def test_faults_stop_all_ranks_by_name(on_ranks: OnRanks) -> None:
     for told in on_ranks(broken, 3, "untied"):
-        assert len(told) == 2 * len(FAULTS)
+        assert len(told) == len(FAULTS)
         for fault, said in told:
             assert re.search(FAULTS[fault], said), said
-
-
-def ahead(world: World, path: Path) -> list[tuple[int, int, bool, list[str]]]:
-    """Of weights that arrive during other work: transfers before and after the rollout, whether all of the time is
-    hidden, and which inference weights differ from those that the actor would build."""
-    told = []
-    for case in (Case("untied", 2, {"stage": 3}, packs=True), Case("untied", 2, {"lora": 4})):
-        with nullcontext() if case.packs else torch.backends.mkldnn.flags(enabled=False):
-            actor, sampler = build_separate(world, path, trains=case.trains, settings=case.settings)
-            plane = plane_of(sampler)
-            for _ in range(2):
-                learn(actor)
-                with sampler.sync_ahead() as times:
-                    if actor is not None:  # in another group, as those of a critic
-                        assert float(actor.world.all_reduce(torch.ones(()))) == case.trains
-                    wait_until(lambda plane=plane: plane._unverified is not None, "weights, beside other work")
-                assert times is not None
-                transfers, found = plane.syncs, {}
-                with sampler.inference(stop_token_ids=()) as own:
-                    if own is not None:
-                        found = weight_tensors(own.backend.decoder)  # type: ignore[attr-defined]
-                expected = reference(world, actor, sampler, case) or {}
-                assert found.keys() == expected.keys()
-                differ = [place for place in found if not torch.equal(found[place], expected[place])]
-                told.append((transfers, plane.syncs, 0 < times.waited < times.seconds, differ))
-    return told
-
-
-def test_weights_travel_during_other_work_and_are_those_of_a_sync(on_ranks: OnRanks) -> None:
-    for told in on_ranks(ahead, 3, "untied"):
-        assert told == [(transfers, transfers, True, []) for transfers in (1, 2)] * 2
 
 
 def checksums(world: World, path: Path) -> dict[bool, list[int]]:
@@ -407,78 +372,6 @@ def test_the_first_two_syncs_have_checksums_or_all(on_ranks: OnRanks) -> None:
 def sampled_by(generation: GenerationEngine | None) -> list[list[int]]:
     """Greedy tokens; nothing on a rank that does not sample."""
     return [] if generation is None else [samples[0].token_ids for samples in generation.generate(PROMPTS, GREEDY)]
-
-
-def snapshots(world: World, path: Path) -> tuple[list[Any], int, int]:
-    """What a snapshot samples before and after updates, another one, rollouts, and one of other weights between."""
-    rollout = RolloutConfig(async_sampling=AsyncSamplingConfig(policy_lag=2), kv_cache_gib=0.01)
-    actor, sampler = build_separate(world, path, trains=1, rollout=rollout)
-    first = sampler.snapshot(stop_token_ids=())
-    told = [sampled_by(first)]
-    learn(actor)
-    learn(actor)
-    with sampler.sync_ahead() as times:
-        assert times is None, "the first snapshot may still sample"
-    second = sampler.snapshot(stop_token_ids=())
-    told += [sampled_by(first), sampled_by(second)]
-
-    def rollout_now() -> None:
-        with sampler.inference(stop_token_ids=()) as generation:
-            told.append(sampled_by(generation))
-
-    rollout_now()
-    synced, parameters = plane_of(sampler).syncs, [] if actor is None else [p.data for p in actor.module.parameters()]
-    kept = [values.clone() for values in parameters]
-    with nullcontext() if actor is None else sampler.other_weights():  # the actor's ranks tell the others
-        for values in parameters:
-            values.mul_(1.5)
-        rollout_now()
-    for values, before in zip(parameters, kept, strict=True):
-        values.copy_(before)
-    rollout_now()
-    return told, plane_of(sampler).syncs - synced, sampler.weight_version
-
-
-def test_snapshots_stay_and_other_weights_do_not(on_ranks: OnRanks) -> None:
-    of_ranks = on_ranks(snapshots, 2, "tied")
-    before, still, second, now, other, again = of_ranks[1][0]
-    assert before == still and second != before
-    assert second == now == again and other != now
-    assert all(syncs == version == 2 for _, syncs, version in of_ranks)
-
-
-def kept_snapshots(world: World, path: Path) -> tuple[list[Any], list[Any], str]:
-    """Tokens and places of snapshots that follow each other and of a rollout between; what a second open one says."""
-    torch.backends.mkldnn.enabled = False  # nothing is packed, as on a GPU
-    told, homes, error = [], [], ""
-    for lag in (1, 2):
-        rollout = RolloutConfig(async_sampling=AsyncSamplingConfig(policy_lag=lag), kv_cache_gib=0.01)
-        actor, sampler = build_separate(world, path, trains=1, rollout=rollout)
-        for step in range(3):
-            with sampler.inference(stop_token_ids=()) if step == 1 else nullcontext() as generation:
-                told.append(sampled_by(generation))
-            learn(actor)
-            found = sampler.snapshot(stop_token_ids=())
-            told.append(sampled_by(found))
-            if found is None:
-                continue
-            backend: Any = found.backend
-            if lag == 1:
-                homes.append((id(backend.workspace), backend.decoder._weights.layers[0].qkv.weight.data_ptr()))
-                with pytest.raises(RuntimeError) as caught:
-                    sampler.snapshot(stop_token_ids=())
-                error = str(caught.value)
-            found.close()
-    return told, homes, error
-
-
-def test_snapshots_of_a_policy_lag_of_one_are_written_into_the_same_weights(on_ranks: OnRanks) -> None:
-    """Each had weights, KV cache and tables of its own, so that CUDA graphs would have been captured for each again."""
-    _, (told, homes, error) = on_ranks(kept_snapshots, 2, "tied")
-    one, two = told[: len(told) // 2], told[len(told) // 2 :]
-    assert one == two and one[1] != one[-1], "the weights have changed"
-    assert len(homes) == 3 and len(set(homes)) == 1
-    assert "close it first" in error
 
 
 REFUSED = {
@@ -611,13 +504,11 @@ def lost(world: World, path: Path, folder: Path, ends: str) -> tuple[str, float,
             end()
     start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
-        with sampler.sync_ahead() if ends == "in a transfer ahead" else nullcontext():
-            pass
         sync(sampler)
     return str(caught.value), time.monotonic() - start, plane_of(sampler)._held_version
 
 
-@pytest.mark.parametrize("ends", ["in the transfer", faults("before the sync"), faults("in a transfer ahead")])
+@pytest.mark.parametrize("ends", ["in the transfer", faults("before the sync")])
 def test_a_rank_that_ends_stops_the_others(ends: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     first, _, third = on_ranks(lost, 3, "untied", tmp_path / "ranks", ends)
     for said, seconds, _ in (first, third):

@@ -39,7 +39,7 @@ REPLAY = {
     "ppo in bfloat16 with checkpointing": (1, ["--model.dtype", "bfloat16", "--model.gradient_checkpointing", "true"]),
     "grpo with a policy lag": (
         1,
-        "--algorithm grpo --rollout.sampling.n 4 --rollout.async_sampling.policy_lag 1 --rollout.kv_cache_gib 0.01 "
+        "--algorithm grpo --rollout.sampling.n 4 --rollout.max_lag 1 --rollout.kv_cache_gib 0.01 "
         "--algorithm.correction.method truncate".split(),
     ),
 }

@@ -361,18 +361,16 @@ def test_new_weights_reach_running_requests(
     with older.open(rows=4, max_tokens=160) as batch:
         batch.submit(PromptBatch([prompt], [sampling]), steps.put)
         before = [token for _ in range(9) for token in steps.get(timeout=60)]
-        with batch.paused(label="weights"):
+        with batch.paused():
             older.backend.sync_weights(older._shared.replaced(newer_model))  # type: ignore[union-attr]
             batch.renew(7, recompute=recompute)
             before += [token for _ in range(steps.qsize()) for token in steps.get_nowait()]
         tokens = before + all_of(steps)
         later = completed(batch, [prompt], replace(sampling, seed=4))
-        order = batch.take_order()
     completion = tokens[-1].completion
     assert completion is not None and completion.token_ids == [token.token_id for token in tokens]
     count = len(before)
     assert completion.weight_versions == [0] * count + [7] * (len(tokens) - count)
-    assert [(taken.label, taken.drains) for taken in order] == [("weights", True)]
     (alone,) = newer.generate([prompt], replace(sampling, seed=4))
     (fresh,) = later[0]
     assert alone[0].token_ids == [token.token_id for token in fresh]
@@ -381,38 +379,6 @@ def test_new_weights_reach_running_requests(
     continued = newer.generate([prompt], [sampling], begun=[[begun]])[0][0]
     equal = continued.logprobs[count:] == pytest.approx(completion.logprobs[count:], abs=1e-4)
     assert equal == recompute, "kept keys and values are of the older weights"
-
-
-def test_an_order_is_repeated_whatever_the_time_of_arrival() -> None:
-    """Submissions and pauses take effect in the steps of the recorded batch, though they arrive in another order."""
-    engine = tiny_engine()
-    sampling = SamplingParams(max_new_tokens=40, min_new_tokens=40, seed=1)
-
-    def submit(batch: OpenBatch, label: str, steps: Steps) -> None:
-        batch.submit(PromptBatch([random_tokens(5)], [sampling]), steps.put, label=label)
-
-    first = Steps()
-    with engine.open(rows=4, max_tokens=64) as batch:
-        submit(batch, "one", first)
-        for _ in range(5):
-            first.get(timeout=60)
-        with batch.paused(label="pause"):
-            pass
-        submit(batch, "two", first)
-        while batch.unfinished:
-            first.get(timeout=60)
-        order = batch.take_order()
-    assert [taken.label for taken in order] == ["one", "pause", "two"] and order[0].step < order[1].step
-    second = Steps()
-    with engine.open(rows=4, max_tokens=64, order=order) as batch:
-        submit(batch, "two", second)
-        submit(batch, "one", second)
-        with batch.paused(label="pause"):
-            reached = sum(len(second.get(timeout=60)) for _ in range(second.qsize()))
-        while batch.unfinished:
-            second.get(timeout=60)
-        assert batch.take_order() == order
-    assert reached == order[1].step - order[0].step, "the pause waits for its step"
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -106,8 +106,7 @@ PLANNED = {
     "nf4": f"{GRPO} --model.quantization nf4 --actor.lora.rank 16",
     "lora": f"{GRPO} --actor.lora.rank 16",
     "one base": "--reward.components [MODEL] --actor.lora.rank 16 --critic.share_base true",
-    "a lag": f"{GRPO} --rollout.async_sampling.policy_lag 1",
-    "streaming": f"{GRPO} --rollout.streaming {{}}",
+    "a lag": f"{GRPO} --rollout.max_lag 1",
 }
 HOST_AND_LAG = ("parameters on the host", "optimizer on the host", "a lag")
 """Those of which a run refused rows; `make slow` has all."""

@@ -133,12 +133,11 @@ def test_a_named_placement_is_refused_at_start_and_a_run_without_one_is_warned(
     assert any("must fit into memory" in line for line in log_lines)
 
 
-@pytest.mark.parametrize("placement", [None, "separation"])
 def test_the_cache_of_sampling_beside_training_is_what_the_plan_leaves(
-    placement: str | None, model_folder: Path
+    model_folder: Path,
 ) -> None:
     """Without a size, a cache of what is free when sampling starts would take the memory of training."""
-    config = config_of(model_folder, placement, "--rollout.async_sampling.policy_lag", "1")
+    config = config_of(model_folder, "separation", "--rollout.max_lag", "1")
     config = with_rollout(config, kv_cache_gib=None, prompts_per_step=4096)
     where = placed(config, 2)
 
@@ -158,9 +157,9 @@ def test_the_cache_of_sampling_beside_training_is_what_the_plan_leaves(
 @pytest.mark.parametrize(
     ("placement", "more", "with_cache"),
     [
-        ("separation", "--rollout.streaming.max_lag 2", {"generation", "scoring"}),
-        ("flattening", "--rollout.streaming.max_lag 2", {"generation"}),
-        ("flattening", "--rollout.async_sampling.policy_lag 1 --rollout.vllm.urls [http://there]", set()),
+        ("separation", "--rollout.max_lag 2", {"generation", "scoring"}),
+        ("flattening", "--rollout.max_lag 2", {"generation"}),
+        ("flattening", "--rollout.max_lag 1 --rollout.vllm.urls [http://there]", set()),
     ],
 )
 def test_a_cache_is_planned_where_this_library_samples_beside_training(
@@ -208,10 +207,10 @@ def test_a_model_whose_memory_cannot_be_planned_runs(
     assert resolve_keep_weights(config, world).rollout.keep_weights is False
     require_room(config, placed(config, 1), world)
     assert log_lines[-1].startswith("memory is not checked before the run: a memory plan runs the model on shapes")
-    ahead = config_of(tmp_path, None, *GRPO, "--rollout.async_sampling.policy_lag", "1")
+    ahead = config_of(tmp_path, "separation", *GRPO, "--rollout.max_lag", "1")
     with user_error("OpenAIGPTLMHeadModel fails there .*: set rollout.kv_cache_gib"):
-        resolve_kv_cache(with_rollout(ahead, kv_cache_gib=None), placed(ahead, 1), world)
-    assert resolve_kv_cache(ahead, placed(ahead, 1), world) is ahead
+        resolve_kv_cache(with_rollout(ahead, kv_cache_gib=None), placed(ahead, 2), world)
+    assert resolve_kv_cache(ahead, placed(ahead, 2), world) is ahead
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "rwkv"])

@@ -348,25 +348,6 @@ def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None
         near(planned[phase], most)
 
 
-def test_rollouts_ahead_take_a_copy_each_and_one_cache(model: str) -> None:
-    def totals(staleness: int) -> dict[str, float]:
-        line = "--model.dtype float32 --rollout.max_prompt_tokens 32 --rollout.sampling.max_new_tokens 32 "
-        line += "--rollout.prompts_per_step 4 --rollout.kv_cache_gib 1 --algorithm.correction {}"
-        if staleness:
-            line += f" --rollout.async_sampling.policy_lag {staleness}"
-        config = ppo(model, line)
-        return {phase.name: phase.total for phase in Planner(CPU).phases(config)}
-
-    none, one, two = map(totals, (0, 1, 2))
-    shaped = shaped_model(
-        model, "causal_lm", config=ModelConfig(path=model), dtype=torch.float32, lora=None, learns=False
-    )
-    copy = 4 * shaped.elements.all
-    for name in ("generation", "actor training", "critic training"):
-        assert two[name] - one[name] == pytest.approx(copy, rel=0.5) and one[name] - none[name] >= copy
-    assert one["actor training"] - none["actor training"] > two["actor training"] - one["actor training"], "a cache too"
-
-
 @pytest.fixture
 def one_layer(model: str, tmp_path: Path) -> str:
     """The config of the model with one layer, whose memory is measured six times as fast."""

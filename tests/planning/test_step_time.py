@@ -58,15 +58,6 @@ def test_a_separate_sampler_without_lag_waits_for_the_trainers_and_they_for_it()
     assert time.idle("training") == pytest.approx(1 - (7 + 8) / (3 * 8))
 
 
-@pytest.mark.parametrize(("transfer", "exposed"), [(3.0, 0.0), (5.0, 1.0)])
-def test_weights_travel_while_the_critic_learns_from_the_last_mini_batch(transfer: float, exposed: float) -> None:
-    """Two mini-batches of a critic that trains for 8 s: the last takes 4 s."""
-    ranks = {"actor": (0,), "critic": (0,), "reference": (1,), "reward": (1,), "sampler": (1,)}
-    time = timed(ranks, world=2, transfer=transfer)
-    assert time.step_seconds == pytest.approx(1 + 10 + 3 + 4 + 5 + 6 + 7 + 8 + exposed + 0.5)
-    assert time.phases["training"] == pytest.approx(7 + 8 + exposed) and time.phases["weight_sync"] == 1
-
-
 @pytest.mark.parametrize(("sample", "step"), [(10.0, max(1 + 3, 7) + 6 + 8), (40.0, 1 + 40)])
 def test_a_lag_hides_sampling_behind_the_rest_or_the_rest_behind_sampling(sample: float, step: float) -> None:
     ranks = {"actor": (0,), "critic": (1,), "reference": (0,), "reward": (1,), "sampler": (2,)}

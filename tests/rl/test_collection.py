@@ -18,8 +18,9 @@ from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.batch import MiniBatchPlanner, Rollout
 from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
-from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector, _joined
+from hybrid_rlhf.rl.rollouts.collector import Collector, _joined
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
+from hybrid_rlhf.rl.rollouts.stream import StepStream
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
@@ -53,9 +54,13 @@ class Scripted:
         self.weight_version = 0
         self.world = CPU
 
-    def sample(
-        self, prompts: Any, *, step: int, first: int = 0, greedy: bool, part: None = None, **more: Any
-    ) -> Rollout:
+    def assigned(self, prompts: Any, *, step: int, greedy: bool) -> list[tuple[Any, bool]]:
+        return [(prompt, greedy) for prompt in prompts]
+
+    def complete(self, mine: list[tuple[Any, bool]], waiting: list[Any], *, step: int) -> tuple[Rollout, list[Any]]:
+        return self.sample([prompt for prompt, _ in mine], step=step, greedy=mine[0][1]), waiting
+
+    def sample(self, prompts: Any, *, step: int, first: int = 0, greedy: bool, **more: Any) -> Rollout:
         marks = [prompt["input_ids"][0] for prompt in prompts]
         self.sampled.append((step, first, marks))
         if self.fails_in_refills and first:
@@ -94,8 +99,8 @@ def collector(
     stream = RowStream(ROWS, epochs=2, seed=1)
     algorithm = ALGORITHMS[name](config)
     roles: Any = scripted
-    ahead = AsyncSampler(roles, prompts=data, stream=stream, per_step=per_step, total_steps=100)
-    return Collector(ahead, roles, algorithm), scripted, stream
+    steps = StepStream(roles, prompts=data, stream=stream, per_step=per_step, total_steps=100)
+    return Collector(steps, roles, algorithm), scripted, stream
 
 
 def test_dynamic_sampling_keeps_every_accepted_group_to_the_end_of_the_data() -> None:

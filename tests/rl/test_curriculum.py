@@ -16,7 +16,7 @@ from hybrid_rlhf.configs.sections.rollout import CurriculumConfig
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
 from tests.support.faults import Point, run_step
-from tests.support.marks import faults, slow
+from tests.support.marks import slow
 from tests.support.steps import MODULES, run_outputs, step_line
 
 ROWS = 20
@@ -110,7 +110,7 @@ def line_of(output: Path, model: Path, *more: str) -> list[str]:
     return step_line("ppo", output, model, rows, words, "--reward.components", reward, *more)
 
 
-AHEAD = "--rollout.async_sampling.policy_lag 1 --rollout.kv_cache_gib 0.1".split()
+LAG = "--rollout.max_lag 1 --rollout.kv_cache_gib 0.1".split()
 
 
 @pytest.mark.parametrize(("lag", "ranks"), [(0, 1), (1, 1), slow(0, 2)])
@@ -119,7 +119,7 @@ def test_a_step_takes_prompts_by_the_rates_that_are_known(
 ) -> None:
     """By a plain loop over the recorded samples: the rates are those after the steps before the last `lag`."""
     run = tmp_path / "run"
-    assert run_step(MODULES["ppo"], ranks, line_of(run, model_folder, *AHEAD * lag)) == [0] * ranks
+    assert run_step(MODULES["ppo"], ranks, line_of(run, model_folder, *LAG * lag)) == [0] * ranks
     outputs = run_outputs(run)
     samples = [json.loads(line) for line in outputs["samples"]]
     rates: dict[int, float] = {}
@@ -143,19 +143,14 @@ def test_a_step_takes_prompts_by_the_rates_that_are_known(
     assert sum(line.get("curriculum/skipped_prompts", 0.0) for line in outputs["metrics"]) > 0
 
 
-PARTIAL = "--rollout.partial.extra_prompts 0.5 --rollout.sampling.max_new_tokens 8".split()
-
-
 @pytest.mark.parametrize(
-    "more",
-    [[], slow(AHEAD), faults([*AHEAD, *PARTIAL])],
-    ids=["plain", "ahead", "partial"],
+    "more", [[], slow([*LAG, "--rollout.sampling.max_new_tokens", "8"])], ids=["synchronous", "lag"]
 )
 def test_a_killed_run_takes_the_same_prompts(
     more: list[str], model_folder: Path, stopping_model: Path, tmp_path: Path
 ) -> None:
     """Catches rates, a position or a count of skipped turns that are not of the checkpoint."""
-    model = stopping_model if "--rollout.partial.extra_prompts" in more else model_folder
+    model = stopping_model if more else model_folder
     whole, cut = (line_of(tmp_path / name, model, *more) for name in ("whole", "cut"))
     assert run_step(MODULES["ppo"], 1, whole) == [0]
     point = Point("hybrid_rlhf.rl.updates.updater:Updater._update_actor", 18)

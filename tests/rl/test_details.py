@@ -27,7 +27,8 @@ from hybrid_rlhf.rl.batch import Batch
 from hybrid_rlhf.rl.metrics import rollout_metrics
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
-from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
+from hybrid_rlhf.rl.rollouts.collector import Collector
+from hybrid_rlhf.rl.rollouts.stream import StepStream
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.updater import Progress, Updater, UpdateReport
 from hybrid_rlhf.runtime.files.json_lines import read_lines
@@ -230,7 +231,7 @@ def test_tokens_of_positive_scores_are_made_likelier_by_their_mean(
     for mini_batch in updater._mini_batches(batch, [plan], 0.0, None):
         rows = [row for row in mini_batch.rows if scores[row] > 0]
         positive = int((mask if counts_masked else kept)[rows].sum())
-        assert mini_batch.inputs.positive_tokens == positive > 0
+        assert mini_batch.inputs.extra_tokens == positive > 0
         for indices in mini_batch.micro_batches[parts.roles.actor.world]:
             local = mini_batch.local(indices)
             loss, current = updater.policy_loss(local, mini_batch.inputs)
@@ -361,14 +362,14 @@ def test_what_an_algorithm_selects_from_is_scaled_and_counted(world: World, buil
     sampled = parts.sampler.sample(PROMPTS, step=1)
     sampled = replace(sampled, stopped=torch.arange(len(sampled)) % 2 == 0)
     data, stream = Dataset.from_list(PROMPTS), RowStream(len(PROMPTS), epochs=1, seed=0)
-    ahead = AsyncSampler(parts.sampler, prompts=data, stream=stream, per_step=4, total_steps=1)
-    ahead.take = lambda step: ([0, 1, 2, 3], sampled)  # type: ignore[method-assign]
+    steps = StepStream(parts.sampler, prompts=data, stream=stream, per_step=4, total_steps=1)
+    steps.take = lambda step: ([0, 1, 2, 3], sampled)  # type: ignore[method-assign]
     for learner, expected in (
         (RAFT(RAFTConfig(penalties=penalties, score_scaling="running")), [0.0, 2.0, 4.0, 6.0]),
         (RAFT(RAFTConfig(penalties=penalties, score_scaling="running", select_above=3.0)), [4.0, 6.0]),
     ):
         parts.scaling.load_state_dict(ScoreScaling("running").state_dict())
-        rollout = Collector(ahead, parts.scorer, learner).collect(1)
+        rollout = Collector(steps, parts.scorer, learner).collect(1)
         assert rollout.scores is not None and rollout.scores.tolist() == expected
         every = torch.arange(8.0)
         assert parts.scaling.metrics()["objective/scaling_mean"] == every.mean()

@@ -54,7 +54,7 @@ def test_a_clip_that_never_acts_is_reported(
     [
         ("--algorithm gspo --algorithm.correction.method mask", ["algorithm gspo"]),
         ("--algorithm vespo --algorithm.correction.method mask", ["algorithm vespo"]),
-        ("--rollout.partial.extra_prompts 0.5 --algorithm.correction.method truncate", ["rollout.partial"]),
+        ("--rollout.max_lag 1 --algorithm.correction.method truncate", ["rollout.max_lag"]),
         ("--rollout.quantization int8 --algorithm.correction.method truncate", ["rollout.quantization"]),
         ("--rollout.quantization int8 --algorithm.correction.ratio sequence", []),
         ("--algorithm gspo --rollout.quantization int8", []),

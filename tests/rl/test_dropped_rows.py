@@ -18,8 +18,9 @@ from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import Reward
-from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
+from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
+from hybrid_rlhf.rl.rollouts.stream import StepStream
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
@@ -80,8 +81,8 @@ def test_rows_without_a_score_are_neither_selected_nor_in_a_statistic(
     changes: dict[str, Any] = {"score_scaling": "running", "penalties": None}
     parts = build(algorithm=replace(ALGORITHM, **changes), reward=Reward([judge], world))
     data, stream = Dataset.from_list(PROMPTS), Curriculum(4, epochs=1, seed=0, config=CurriculumConfig())
-    ahead = AsyncSampler(parts.sampler, prompts=data, stream=stream, per_step=4, total_steps=1)
-    collected = Collector(ahead, parts.scorer, ALGORITHMS[name](config)).collect(1)
+    steps = StepStream(parts.sampler, prompts=data, stream=stream, per_step=4, total_steps=1)
+    collected = Collector(steps, parts.scorer, ALGORITHMS[name](config)).collect(1)
     assert collected.scores is not None and collected.numbered(world).mine == [*range(len(learned))]
     assert collected.scores.tolist() == [0.0 if row in judge.silent else float(row) for row in learned]
     known = torch.tensor([1.0, 2.0, 3.0, 6.0, 7.0])
@@ -101,8 +102,8 @@ def test_a_refill_may_be_dropped_whole_and_a_rollout_may_not(name: str, world: W
     config = replace(parse_config(RLConfig, ["--algorithm", name]).algorithm, dynamic_sampling=DynamicSamplingConfig())
     algorithm = ALGORITHMS[name](config)
     data, stream = Dataset.from_list(PROMPTS[:3]), RowStream(3, epochs=1, seed=0)
-    ahead = AsyncSampler(parts.sampler, prompts=data, stream=stream, per_step=2, total_steps=1)
-    collector = Collector(ahead, parts.scorer, algorithm)
+    steps = StepStream(parts.sampler, prompts=data, stream=stream, per_step=2, total_steps=1)
+    collector = Collector(steps, parts.scorer, algorithm)
     inner, calls = parts.scorer.score, []
 
     def score(*given: Any, **named: Any) -> Any:

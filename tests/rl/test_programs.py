@@ -113,17 +113,14 @@ def test_a_program_learns_from_the_tokens_of_the_environment_with_the_same_repli
     expected = built_in.sampler.sample(PROMPTS, step=1)
     options = {"stop": stop, "repeats": repeats}
     parts = build_program(play_numbered, options=options, **SHORT)
-    for found in (
-        parts.sampler.sample(PROMPTS, step=1),
-        parts.sampler.finish(parts.sampler.begin(PROMPTS, step=1))[0],
-    ):
-        assert found.samples.tolist() == [0, 1, 0, 1, 0, 1]
-        for name in ("input_ids", "response_mask", "stopped", "weight_versions"):
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
-        torch.testing.assert_close(found.sampled_logprobs, expected.sampled_logprobs)
-        torch.testing.assert_close(found.drawn_logprobs, expected.drawn_logprobs)
-        assert torch.equal(found.turn_rewards.sum(dim=1), expected.turn_rewards.sum(dim=1))
-        assert episode_metrics(found, world) == {**episode_metrics(expected, world), "environment/sequences": 1.0}
+    found = parts.sampler.sample(PROMPTS, step=1)
+    assert found.samples.tolist() == [0, 1, 0, 1, 0, 1]
+    for name in ("input_ids", "response_mask", "stopped", "weight_versions"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    torch.testing.assert_close(found.sampled_logprobs, expected.sampled_logprobs)
+    torch.testing.assert_close(found.drawn_logprobs, expected.drawn_logprobs)
+    assert torch.equal(found.turn_rewards.sum(dim=1), expected.turn_rewards.sum(dim=1))
+    assert episode_metrics(found, world) == {**episode_metrics(expected, world), "environment/sequences": 1.0}
 
 
 def test_the_experts_of_its_tokens_are_recorded(world: World, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.support.errors import refused
 from tests.support.steps import write_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
-STREAMING = "--rollout.streaming.max_lag 2"
+LAG = "--rollout.max_lag 2"
 CURRICULUM = "--algorithm grpo --train.epochs 9 --rollout.curriculum.revisit 0.2"
 REFUSED = {
     "--algorithm grpo --rollout.sampling.n 1": "algorithm grpo compares completions of one prompt, got "
@@ -60,19 +60,15 @@ REFUSED = {
     "--reward.components [runs/teacher,rm]": "reward.components: a reward model must not have the name of a role, got "
     "teacher: give the component a name",
     "--algorithm pass_at_k --algorithm.k 8": "algorithm.k must be below rollout.sampling.n 8, got 8: lower it",
-    "--rollout.async_sampling.policy_lag 0 --rollout.kv_cache_gib 1": "policy_lag must be 1 or more, got 0",
-    "--rollout.async_sampling.policy_lag 1 --rollout.keep_weights true": "keep_weights True: leave it out",
-    "--rollout.async_sampling.policy_lag 1 --rollout.tensor_parallel 2": "tensor_parallel 2: give 1",
-    "--rollout.async_sampling.policy_lag 1 --rollout.backend module": "backend module: leave it out",
-    "--rollout.partial.extra_prompts 0": "must be in (0, 1], got 0",
-    "--rollout.partial.max_lag 0": "max_lag must be 1 step or more, got 0",
-    "--rollout.partial.max_lag 1 --rollout.backend module": "rollout.backend module has no inference weights",
-    "--rollout.partial.max_lag 1 --environment.path x.py:X": "got the section environment",
-    f"{STREAMING} --rollout.quantization int8": "got rollout.quantization int8: leave it out",
-    f"{STREAMING} --rollout.partial.extra_prompts 0.5": "rollout.partial",
-    f"{STREAMING} --rollout.async_sampling.policy_lag 1": "rollout.async_sampling",
-    f"{STREAMING} --rollout.backend module": "rollout.backend module: leave it out",
-    f"{STREAMING} --placement separation --actor.ema_decay 0.9": "actor.ema_decay 0.9: leave one out",
+    "--rollout.max_lag -1": "max_lag must be 0 or more, got -1",
+    "--rollout.recompute_kv true": "got rollout.max_lag 0: give 1 or more, or leave it out",
+    "--rollout.async_sampling.policy_lag 1": "unknown option --rollout.async_sampling.policy_lag: rollout.max_lag is",
+    "--rollout.partial true": "unknown option --rollout.partial: rollout.max_lag is the number of steps",
+    "--rollout.streaming.recompute_kv true": "it is rollout.recompute_kv",
+    f"{LAG} --placement separation --rollout.quantization int8": "got rollout.quantization int8: leave it out",
+    f"{LAG} --placement separation --rollout.keep_weights false": "got rollout.keep_weights False: leave it out",
+    f"{LAG} --rollout.backend module": "rollout.backend module has no inference weights, got rollout.max_lag 2",
+    f"{LAG} --placement separation --actor.ema_decay 0.9": "actor.ema_decay 0.9: leave it out",
     "--environment.path calculator": "must be module:Class",
     "--environment.path a:B --environment.max_turns 0": "max_turns must be 1 or more",
     "--environment.path a:B --environment.timeout_seconds 0": "timeout_seconds must be above 0",
@@ -152,7 +148,6 @@ REFUSED_AT_THE_START = {
     "reward.components: give some, or --algorithm.kl null",
     f"{CURRICULUM} --algorithm.kl null {TEACHER_ALONE}": "rollout.curriculum skips prompts by their scores, got "
     "teacher without reward.components: leave it out",
-    "--algorithm remax --rollout.partial.max_lag 2": "greedy baseline of algorithm remax: leave it out",
     "--algorithm grpo --teacher.path OTHER": "the teacher must share the actor's tokens",
     "--reward.components MODEL": NO_HEAD.format("MODEL"),
     "--algorithm grpo --reward.components OTHER": NO_HEAD.format("OTHER"),

@@ -29,9 +29,7 @@ from tests.support.steps import brevity, step_line, write_lines, write_rows
 from tests.support.tiny import tiny_tokenizer
 
 RL, REPLAY = "hybrid_rlhf.cli.rl", "hybrid_rlhf.cli.runs.replay"
-AHEAD = ["--rollout.async_sampling.policy_lag", "2"]
-STREAMING = ["--rollout.streaming.max_lag", "2"]
-PARTIAL = "--rollout.partial.extra_prompts 1 --rollout.partial.max_lag 2".split()
+LAG = ["--rollout.max_lag", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +105,11 @@ def test_texts_are_compared_where_tokens_are_missing(copied: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("more", "step", "ranks"),
     [
-        (["--algorithm", "grpo", "--rollout.sampling.n", "2", *AHEAD], 4, 1),
-        (PARTIAL, 3, 1),
-        faults(STREAMING, 3, 1),
-        faults([*STREAMING, "--placement", "separation"], 3, 2),
+        (["--algorithm", "grpo", "--rollout.sampling.n", "2", *LAG], 4, 1),
         faults("--algorithm grpo --rollout.sampling.n 2".split(), 3, 2),
         faults("--algorithm dapo --rollout.sampling.n 3".split(), 4, 1),
         faults(["--algorithm", "remax"], 4, 1),
-        faults([*PARTIAL, *AHEAD], 4, 1),
+        faults(LAG, 3, 2),
         faults(["--actor.lora.rank", "4"], 4, 1),
     ],
 )

@@ -13,7 +13,7 @@ import yaml
 from hybrid_rlhf.configs.algorithms import PPOConfig
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
-from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.planning.costs import Work
 from hybrid_rlhf.planning.curves import Curve, MachineCurves, Surface
@@ -115,7 +115,7 @@ def small_job(
     layers = roles or dict.fromkeys(("actor", "critic", "reference", "reward"), 4.0)
     rollout = RolloutConfig(prompts_per_step=prompts, max_prompt_tokens=64)
     if lag:
-        rollout = replace(rollout, async_sampling=AsyncSamplingConfig(policy_lag=lag), kv_cache_gib=1.0)
+        rollout = replace(rollout, max_lag=lag, kv_cache_gib=1.0)
     config = RLConfig(
         algorithm=PPOConfig(mini_batches=mini_batches, correction=CorrectionConfig() if lag else None),
         reward=RewardSumConfig(components=["reward"]),

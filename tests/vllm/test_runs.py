@@ -25,7 +25,7 @@ from hybrid_rlhf.generation.backends.vllm import VLLMServer
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, differences, train_step
-from tests.support.marks import faults, other_environment
+from tests.support.marks import other_environment
 from tests.support.ranks import free_ports, run_main
 from tests.support.steps import MODULES, step_line
 from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
@@ -109,15 +109,12 @@ def _raw_logprobs(actor: Any, prompt: list[int], completion: Any) -> list[float]
         return actor(ids, mask, mask)[0][0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("ahead", [faults("async_sampling.policy_lag 1"), "streaming.max_lag 2"])
-def test_grpo_runs_with_a_server_by_url(
-    ahead: str, wide_model: Path, url: str, pair_rows: Path, tmp_path: Path
-) -> None:
+def test_grpo_runs_with_a_server_by_url(wide_model: Path, url: str, pair_rows: Path, tmp_path: Path) -> None:
     """While it samples later rollouts from older weights; a weight sync interrupts what streams."""
     line = [
         *f"--algorithm grpo --model.path {wide_model} --data.sources {pair_rows}".split(),
         *f"--output_dir {tmp_path / 'run'} --rollout.prompts_per_step 4 --rollout.sampling.n 4".split(),
-        *f"--rollout.sampling.max_new_tokens 64 --rollout.{ahead} --train.max_steps 4".split(),
+        *"--rollout.sampling.max_new_tokens 64 --rollout.max_lag 2 --train.max_steps 4".split(),
         *("--reward.components", "[{function: 'tests/support/steps.py:brevity'}]"),
         *("--rollout.vllm.urls", json.dumps([url])),
     ]

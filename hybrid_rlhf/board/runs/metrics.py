@@ -28,10 +28,8 @@ _GIB = "_gib"
 _NOT_PHASES = (
     "time/step_seconds",
     "time/hidden_generation_seconds",
-    "time/hidden_weight_sync_seconds",
-    "time/weight_wait_seconds",
 )
-"""Metrics that are not phases: the sum of the phases, concurrent work, and a part of a phase."""
+"""Metrics that are not phases: the sum of the phases, and concurrent work."""
 
 
 class MetricsFile:

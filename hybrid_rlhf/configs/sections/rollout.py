@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from hybrid_rlhf.configs.credentials import check_url, require_placeholder
 from hybrid_rlhf.configs.sections.rules import (
@@ -35,40 +35,6 @@ _FEWEST_PROMPTS = 64
 """Smallest default of prompts per rollout, with several completions per prompt."""
 _COMPARED_COMPLETIONS = 16
 """Minimum number of completions per rollout whose experts are compared with those of training."""
-
-
-class AsyncSamplingConfig(Settings):
-    """Sampling runs in parallel with training, on a copy of older weights (docs/async.md)."""
-
-    policy_lag: Count = 1
-    """Policy lag, in steps: the number of steps by which the sampling weights are behind the training weights."""
-
-
-class PartialRolloutConfig(Settings):
-    """A rollout ends when prompts_per_step prompts are finished; the completions of the others continue in the next
-    rollout, with its weights (docs/async.md#partial-rollouts).
-    """
-
-    extra_prompts: PositiveShare = 0.25
-    """Prompts in flight beyond prompts_per_step, as a fraction of it."""
-    max_lag: Annotated[int, "1 step or more"] = 4
-    """Maximum number of steps that a prompt may be carried; a rollout waits for prompts that reach it."""
-
-
-class StreamingConfig(Settings):
-    """Sampling without a barrier between steps: new weights reach running completions, and a step trains when its
-    completions are finished (docs/streaming.md).
-    """
-
-    max_lag: Natural = 4
-    """Largest policy lag, in steps: this many steps of prompts are sampled beyond those that the present step trains
-    on. 0: none, as in the synchronous loop."""
-    recompute_kv: bool = advanced(False)
-    """Compute the keys and values of running completions again after each weight sync; false: keep those of older
-    weights. On the actor's ranks they are always computed again."""
-    replay_order: str | None = advanced(None)
-    """order.jsonl of an earlier run, which this run repeats bit for bit; null: each step of decoding takes what has
-    arrived."""
 
 
 class CurriculumConfig(Settings):
@@ -179,8 +145,7 @@ class RolloutConfig(Settings):
     and chosen expert, two bytes above 128 experts."""
     kv_cache_gib: Positive | None = setting(None, mutable=True)
     """KV cache per rank, in GiB; null: half of the free memory on a CPU; 0.9 of it on a GPU, minus the memory of a
-    prefill, of tables and of CUDA graphs; with async_sampling, at most these shares of what the memory plan leaves
-    free."""
+    prefill, of tables and of CUDA graphs."""
     max_decode_rows: Count | None = advanced(None, mutable=True)
     """Maximum number of completions that a rank decodes together; null: limited only by memory."""
     prefill_tokens: Count | None = advanced(None, mutable=True)
@@ -196,33 +161,28 @@ class RolloutConfig(Settings):
     """Keep inference weights, KV cache and CUDA graphs in memory between rollouts and update them in place; auto: on a
     GPU if they fit into the memory plan in every phase."""
     endpoint: EndpointConfig | None = advanced(None)
-    async_sampling: AsyncSamplingConfig | None = None
-    partial: PartialRolloutConfig | None = advanced(None)
-    streaming: StreamingConfig | None = advanced(None)
+    max_lag: Natural = 0
+    """Largest policy lag, in steps: the prompts of this many further steps are sampled beside those that the present
+    step trains on (docs/lag.md). 0: sampling and training take turns on the same prompts."""
+    recompute_kv: bool = advanced(False)
+    """Compute the keys and values of running completions again after each weight sync; false: keep those of older
+    weights. On the actor's ranks they are always computed again."""
     curriculum: CurriculumConfig | None = advanced(None)
 
     def _check(self) -> None:
         require_sampled(self.sampling, ROLLOUT_SAMPLING_KEYS, section="rollout.sampling")
         if self.backend == "module":
-            unread = ("quantization", "routing_replay", "partial")
+            unread = ("quantization", "routing_replay", "max_lag")
             require_defaults(self, unread, "rollout.backend module has no inference weights", prefix="rollout.")
         if self.vllm is not None and self.backend == "auto":
             object.__setattr__(self, "backend", "vllm")
         if self.backend == "vllm" or self.vllm is not None:
             self._check_vllm()
-        if self.async_sampling is not None:
-            rule = "rollout.async_sampling samples from a copy of the weights during training"
-            others = {"backend": "vllm", "keep_weights": False}
-            require_defaults(self, ["offload_states"], rule, prefix="rollout.", others=others)
-        if self.streaming is not None:
-            unread = ("async_sampling", "partial", "quantization")
-            rule = "rollout.streaming writes new weights under running completions"
-            require_defaults(self, unread, rule, prefix="rollout.", others={"backend": "vllm"})
-            require(
-                self.backend != "vllm" or self.streaming.replay_order is None,
-                "rollout.streaming.replay_order repeats what this library's engine has sampled, got rollout.backend "
-                "vllm: leave one out",
-            )
+        require(
+            self.max_lag or not self.recompute_kv,
+            f"rollout.recompute_kv is for completions that newer weights continue, got rollout.max_lag {self.max_lag}: "
+            "give 1 or more, or leave it out",
+        )
 
     def _check_vllm(self) -> None:
         """Check the settings that vLLM does not read, or reads in its own way."""
@@ -240,7 +200,6 @@ class RolloutConfig(Settings):
         by_url = self.vllm is not None and self.vllm.urls
         rules = {
             "vLLM does not report its experts in completions": ["routing_replay"],
-            "completions of vLLM arrive whole": ["partial"],
             "vLLM does not use our inference weights, which it splits": ["tensor_parallel"],
             "vLLM has its own limit": ["prefill_tokens"],
             "vLLM does not wait for this memory": ["offload_states"],
@@ -249,11 +208,6 @@ class RolloutConfig(Settings):
         }
         for rule, keys in rules.items():
             require_defaults(self, keys, f"rollout.backend vllm: {rule}", prefix="rollout.")
-        require(
-            self.policy_lag <= 1,
-            f"rollout.backend vllm has one copy of the weights, got rollout.async_sampling.policy_lag {self.policy_lag}"
-            ": give 1",
-        )
 
     def require_prompts(self, prompts: int) -> None:
         """Raise UserError unless the prompts of all epochs are enough for a step."""
@@ -265,20 +219,10 @@ class RolloutConfig(Settings):
         )
 
     @property
-    def policy_lag(self) -> int:
-        """Number of steps by which the sampling weights are behind; 0 if sampling and training alternate."""
-        return 0 if self.async_sampling is None else self.async_sampling.policy_lag
-
-    @property
     def overlap_steps(self) -> int:
         """Number of steps by which a sampler on ranks of its own works ahead of training, in the plans of memory and
         time; 0 if they alternate."""
-        return self.policy_lag if self.streaming is None else min(1, self.streaming.max_lag)
-
-    @property
-    def samples_while_training(self) -> bool:
-        """True if completions run on while their weights change (streaming); without a lag none is running then."""
-        return self.streaming is not None and self.streaming.max_lag > 0
+        return min(1, self.max_lag)
 
     def recorded_prompts(self, prompts: int) -> int:
         """Number of prompts, out of `prompts`, whose completions have their experts recorded: all of them if training
@@ -286,19 +230,7 @@ class RolloutConfig(Settings):
         return prompts if self.routing_replay else min(prompts, -(-_COMPARED_COMPLETIONS // self.sampling.n))
 
     @property
-    def extra_prompts(self) -> int:
-        """Number of prompts in flight beyond those of a step."""
-        if self.streaming is not None:
-            return self.streaming.max_lag * self.prompts_per_step
-        return 0 if self.partial is None else max(1, round(self.partial.extra_prompts * self.prompts_per_step))
-
-    @property
-    def samples_older(self) -> bool:
-        """True if weights of earlier steps sample some of the tokens that a step trains on."""
-        return self.policy_lag > 0 or self.partial is not None or self.samples_while_training
-
-    @property
     def samples_otherwise(self) -> bool:
         """True if the sampling policy differs from the trained one: older weights, 8-bit products, vLLM, a grammar."""
         is_constrained = self.sampling.response_format is not None
-        return self.samples_older or self.quantization is not None or self.backend == "vllm" or is_constrained
+        return self.max_lag > 0 or self.quantization is not None or self.backend == "vllm" or is_constrained

@@ -77,9 +77,8 @@ class ResidencyRules:
     offload_states: bool = False
     keep_weights: bool | Literal["auto"] = "auto"
     """auto: false on the actor's ranks, true on separate ranks of the sampler."""
-    policy_lag: int = 0
-    streams: bool = False
-    """True with `rollout.streaming` and a lag: a sampler on separate ranks samples in all phases."""
+    lags: bool = False
+    """True with `rollout.max_lag`: a sampler on separate ranks samples in all phases."""
     optimizers_on_host: Collection[str] = ()
     """Roles with `zero.offload_optimizer`."""
     parameters_on_host: Collection[str] = ()
@@ -114,11 +113,10 @@ class ResidencyRules:
             rollout.offload_frozen,
             rollout.offload_states,
             rollout.keep_weights,
-            rollout.policy_lag,
-            rollout.samples_while_training,
+            rollout.max_lag > 0,
             optimizers_on_host,
             parameters_on_host,
-            cuda and rollout.cuda_graphs and rollout.policy_lag <= 1,
+            cuda and rollout.cuda_graphs,
             rollout.backend == "vllm",
         )
 
@@ -149,8 +147,8 @@ class ResidencyRules:
     def sampler(self, *, shares_ranks: bool) -> RoleResidency:
         """Return the residency of a sampler on separate ranks; `shares_ranks`: frozen roles or the critic also compute
         there, and need the memory of the KV cache."""
-        keeps = self.keep_weights is not False
-        keeps_cache = self.keep_weights is True or self.streams or (keeps and not shares_ranks)
+        keeps = self.lags or self.keep_weights is not False
+        keeps_cache = self.keep_weights is True or self.lags or (keeps and not shares_ranks)
         return RoleResidency(self._sampling(keeps=keeps, keeps_cache=keeps_cache))
 
     def frozen(
@@ -190,12 +188,11 @@ class ResidencyRules:
         return self.frozen(place, sharded_on_host="actor" in self.parameters_on_host, reads_in=reads_in)
 
     def _sampling(self, *, keeps: bool, keeps_cache: bool) -> dict[Part, tuple[Place, ...]]:
-        """Return the parts that sampling needs. With a policy lag it runs in all phases, with separate weights and
-        cache."""
+        """Return the parts that sampling needs."""
         once: tuple[Place, ...] = ("device", "freed", "freed", "freed")
-        cache = _ON_DEVICE if keeps_cache or self.policy_lag else once
+        cache = _ON_DEVICE if keeps_cache else once
         parts: dict[Part, tuple[Place, ...]] = {
-            "inference weights": _ON_DEVICE if keeps or self.policy_lag else once,
+            "inference weights": _ON_DEVICE if keeps else once,
             "KV cache": cache,
         }
         return parts | ({"CUDA graphs": cache} if self.cuda_graphs else {})

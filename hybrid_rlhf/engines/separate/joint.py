@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.engines.separate.plane import TransferTimes
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
@@ -73,20 +72,6 @@ class JointSampler:
         self.work = self._engines[-1].work
         self.weight_sync_seconds = sum(engine.weight_sync_seconds for engine in self._engines)
         self.weight_check_seconds = sum(engine.weight_check_seconds for engine in self._engines)
-
-    def sync_ahead(self) -> contextlib.AbstractContextManager[TransferTimes | None]:
-        """Return a context in which the actor's weights are sent ahead, as SeparateSampler."""
-        return self._separate.sync_ahead()
-
-    def snapshot(
-        self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> GenerationEngine | None:
-        """Refuse snapshots.
-
-        Raises:
-            RuntimeError: always, since the actor's ranks train while a snapshot is used.
-        """
-        raise RuntimeError("the actor's ranks sample only while they do not train: leave with_actor or the lag out")
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:

@@ -1,14 +1,12 @@
 """A sampler on separate ranks: it generates with the actor's weights, which it receives after each update.
 
 If the actor samples on its training ranks, engines/hybrid.py is used instead. Here the sampling ranks have no training
-model, and receive the weights through a plane (plane.py). All ranks of actor and sampler enter `inference` and
-`snapshot`, and `sync_ahead` while other models compute after the actor's last update. After each transfer, the actor's
-forward checks the weights.
+model, and receive the weights through a plane (plane.py). All ranks of actor and sampler enter `inference`. After each
+transfer, the actor's forward checks the weights.
 
 Inference weights stay in memory between rollouts, unless `rollout.keep_weights` is false. KV cache and CUDA graphs also
-stay if no other role computes on these ranks. With a policy lag of 1, the next sync writes into the weights of a
-snapshot, which has finished sampling by then. With a larger lag, each snapshot has separate weights and cache, and no
-CUDA graphs.
+stay if no other role computes on these ranks. With a lag they always stay: a sync writes into the weights of a batch
+that waits between two decoding steps.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
-from hybrid_rlhf.engines.sampling_engine import backend_maker, check_closed, groups_of
-from hybrid_rlhf.engines.separate.plane import PlaneSettings, TransferTimes, WeightPlane
+from hybrid_rlhf.engines.sampling_engine import backend_maker, groups_of
+from hybrid_rlhf.engines.separate.plane import PlaneSettings, WeightPlane
 from hybrid_rlhf.engines.weight_check import Rerouted, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
@@ -76,10 +74,9 @@ class SeparateSampler:
         self._union = union
         self._actor = actor
         self._rollout = rollout or RolloutConfig()
-        self.samples_while_training = self._rollout.samples_while_training
+        self.samples_while_training = self._rollout.max_lag > 0
         # it may sample while frozen roles compute, possibly in groups of the same ranks
-        overlaps = self._rollout.policy_lag > 0 or self._rollout.streaming is not None
-        self.generation_world = world.split(self._rollout.tensor_parallel, own=overlaps)
+        self.generation_world = world.split(self._rollout.tensor_parallel, own=self._rollout.max_lag > 0)
         self.groups = groups_of(world, self.generation_world)
         """Number of `generation_world`s, and the index of this rank's; None: it does not sample."""
         self.work = DecodeWork()
@@ -89,10 +86,8 @@ class SeparateSampler:
             rules = ResidencyRules.of_rollout(self._rollout, cuda=world.device.type == "cuda")
             residency = rules.sampler(shares_ranks=False)
         self._keeps = residency.stays("inference weights")
-        # with a larger policy lag, every snapshot has separate weights and cache
-        self._keeps_cache = residency.stays("KV cache") and self._rollout.policy_lag <= 1
+        self._keeps_cache = residency.stays("KV cache")
         self._make_backend = backend_maker(self._rollout)
-        self._snapshot: GenerationEngine | None = None
         self._backend: NativeBackend | None = None
         self.plane: WeightPlane | None = None
         """Transfer of the weights; none on a rank with neither actor nor sampler."""
@@ -108,7 +103,7 @@ class SeparateSampler:
             "actor",
             "placement.sampler",
             dtype=DTYPES.get(rollout.dtype),
-            in_place=self._keeps and rollout.policy_lag <= 1,
+            in_place=self._keeps,
             quantization=rollout.quantization,
             check_weights=check_weights,
         )
@@ -160,34 +155,6 @@ class SeparateSampler:
             if not self._keeps:
                 self._release()
 
-    def snapshot(
-        self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> GenerationEngine | None:
-        """Return an engine with the current weights, which do not change while training continues.
-
-        Every rank of actor and sampler must make this call.
-
-        Raises:
-            UserError: as in `inference`.
-            RuntimeError: without a policy lag, or when an earlier snapshot of the same weights is not closed.
-        """
-        lag = self._rollout.policy_lag
-        if self._keeps and not lag:
-            raise RuntimeError("a snapshot needs weights that the next sync leaves as they are: set async_sampling")
-        if lag == 1:
-            check_closed(self._snapshot)
-        decoder = self._synced_decoder()
-        if decoder is None:
-            return None
-        if lag != 1:
-            backend = self._make_backend(decoder, cuda_graphs=False)
-            return self._generation(backend, stop_token_ids, tokenizer, keeps_backend=False)
-        if self._backend is None:
-            self._backend = self._make_backend(decoder)
-        self._backend.capture_between_runs()
-        self._snapshot = self._generation(self._backend, stop_token_ids, tokenizer)
-        return self._snapshot
-
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
         """Context in which the actor temporarily has other weights; the next syncs transfer weights.
@@ -205,8 +172,6 @@ class SeparateSampler:
         backend: NativeBackend,
         stop_token_ids: tuple[int, ...] | None,
         tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        keeps_backend: bool = True,
     ) -> GenerationEngine:
         plane = self.plane
         assert plane is not None, "called on ranks that sample only"
@@ -215,20 +180,8 @@ class SeparateSampler:
             stop_token_ids=plane.model.stop_token_ids if stop_token_ids is None else stop_token_ids,
             tokenizer=tokenizer,
             weight_version=plane.version,
-            keeps_backend=keeps_backend,
+            keeps_backend=True,
         )
-
-    def sync_ahead(self) -> contextlib.AbstractContextManager[TransferTimes | None]:
-        """Return a context in which the actor's weights are sent while other models compute, so that the next rollout
-        need not wait for them.
-
-        It is entered after the actor's last update before a rollout, by every rank of actor and sampler. The context
-        does nothing, and is of None, if the weights have no memory before the rollout, or older ones still sample.
-        """
-        overlaps = self._rollout.policy_lag or self.samples_while_training
-        if self.plane is None or overlaps or not self._keeps:
-            return contextlib.nullcontext()
-        return self.plane.ahead()
 
     def _synced_decoder(self) -> Decoder | None:
         """Return the decoder of the actor's current weights; None on a rank that does not sample."""
@@ -258,7 +211,7 @@ class SeparateSampler:
             self.plane.force()
 
     def _release(self) -> None:
-        """Release inference weights, KV cache and CUDA graphs. Snapshots of a larger policy lag keep theirs."""
+        """Release inference weights, KV cache and CUDA graphs."""
         self._release_cache()
         if self.plane is not None:
             self.plane.release()

@@ -120,7 +120,7 @@ def server_command(
         half = psutil.virtual_memory().available / 2 / ranks
         options["kv-cache-memory-bytes"] = int(min(half, _CPU_CACHE_GIB * 2**30))
     flags = ["disable-uvicorn-access-log"]
-    flags += ["enable-sleep-mode"] * (on_gpu and not rollout.policy_lag)
+    flags += ["enable-sleep-mode"] * (on_gpu and not rollout.max_lag)
     flags += ["enforce-eager"] * (not rollout.cuda_graphs)
     words = [f"--{name}={value}" for name, value in options.items()] + [f"--{flag}" for flag in flags]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *words, *section.arguments]

@@ -10,7 +10,7 @@ forward. vLLM has no hidden states to compare, so that the message cannot name a
 
 Each rank of the actor samples its share of the prompts: with `rollout.vllm.python` at its own server, with
 `rollout.vllm.urls` at all servers, whose weights rank 0 updates. On a GPU, a rank's own server sleeps while the actor
-trains, unless it samples meanwhile (policy lag, streaming). It then has no weights, and loads the folder when it wakes.
+trains, unless it samples meanwhile (`rollout.max_lag`). It then has no weights, and loads the folder when it wakes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_tensors
-from hybrid_rlhf.engines.sampling_engine import check_closed, groups_of
+from hybrid_rlhf.engines.sampling_engine import groups_of
 from hybrid_rlhf.engines.vllm.process import (
     ServerProcess,
     private_folder,
@@ -113,13 +113,11 @@ class VLLMSampler:
         """Version of the weights of the last sync; -1 forces the next."""
         self._expected: Tensor | None = None
         """Log-probs of the probe's tokens under the training forward at the last sync."""
-        self._snapshot: GenerationEngine | None = None
         self._log = logs / f"vllm-rank-{world.rank}.log"
         self._process: ServerProcess | None = None
         self._restarts_left = _RESTARTS
-        self.samples_while_training = rollout.samples_while_training
-        overlaps = rollout.policy_lag or self.samples_while_training
-        self._sleeps = section.python is not None and self.device.type == "cuda" and not overlaps
+        self.samples_while_training = rollout.max_lag > 0
+        self._sleeps = section.python is not None and self.device.type == "cuda" and not self.samples_while_training
         with shared_user_errors(world):
             self._servers = self._servers_by_url() if section.python is None else [self._own_server(section.python)]
             parent = self._weights_parent()
@@ -168,22 +166,6 @@ class VLLMSampler:
             self._call_own("/sleep", level=2)  # level 1 would copy weights to the host, which the folder has
             self.weight_sync_seconds += time.perf_counter() - start
 
-    def snapshot(
-        self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> GenerationEngine:
-        """Return an engine with the current weights, which do not change while training continues.
-
-        Every rank of the actor must make this call, after the snapshot before it has sampled.
-
-        Raises:
-            UserError: as in `inference`.
-            RuntimeError: when an earlier snapshot is not closed.
-        """
-        check_closed(self._snapshot)
-        self._sync()
-        self._snapshot = self._generation(stop_token_ids, tokenizer)
-        return self._snapshot
-
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
         """Context in which the actor temporarily has other weights under the same version; they are synced on use."""
@@ -192,10 +174,6 @@ class VLLMSampler:
             yield
         finally:
             self._version = -1
-
-    def sync_ahead(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing: the next rollout syncs."""
-        return contextlib.nullcontext()
 
     def close(self) -> None:
         """End the server of this rank."""

@@ -179,25 +179,37 @@ class NativeBackend:
         if self.workspace is not None:
             self.workspace.capture_in_steps(captures=in_runs)
 
-    def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
-        """Decode all requests by continuous batching; yields the new tokens of each step."""
+    def run(self, requests: Sequence[Request], *, rows: int | None = None) -> Iterator[NewTokens]:
+        """Decode requests by continuous batching, until all are finished or the iterator is closed.
+
+        Args:
+            requests: ordered by prompt; earlier ones enter first.
+            rows: maximum number of requests decoded together; none: as many as there is room for.
+
+        Yields:
+            the new tokens of each step.
+        """
         decoder = self.decoder
         prefill = self._prefill_tokens
-        workspace, held_cache = self._prepared(decoder, requests, rows=len(requests), prefill_tokens=prefill)
+        most_rows = min(len(requests), rows or sys.maxsize)
+        workspace, held_cache = self._prepared(decoder, requests, rows=most_rows, prefill_tokens=prefill)
         batch = ContinuousBatch(
             workspace,
             held_cache.pool,
             requests,
             prefill_tokens=min(prefill, held_cache.prefill_tokens),
             saved_states=held_cache.states,
+            rows=rows,
         )
-        yield from batch.steps()
-        self.preemptions += batch.preemptions
-        cached = bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
-        read = batch.work.steps * decoder.product_bytes
-        read += cached * sum(request.attended_tokens for request in requests)
-        read += decoder.state_bytes * sum(request.decoded_tokens for request in requests)
-        self.work += replace(batch.work, bytes=read)
+        try:
+            yield from batch.steps()
+        finally:
+            self.preemptions += batch.preemptions
+            cached = bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
+            read = batch.work.steps * decoder.product_bytes
+            read += cached * sum(request.attended_tokens for request in requests)
+            read += decoder.state_bytes * sum(request.decoded_tokens for request in requests)
+            self.work += replace(batch.work, bytes=read)
 
     def run_open(self, arrivals: Arrivals) -> Iterator[NewTokens]:
         """Decode requests as they arrive; yields the new tokens of each step.

@@ -25,16 +25,6 @@ _SILENT_SECONDS = 60.0
 """Longest time in which the first rank sends nothing to the others, so that their collective does not time out."""
 
 
-class Taken(NamedTuple):
-    """An entry with a label that a batch took."""
-
-    step: int
-    """Number of calls of `take` before."""
-    label: str
-    drains: bool
-    """True if launched steps were delivered before."""
-
-
 @dataclass(eq=False)
 class _Entry:
     """Requests to add, or a call to make."""
@@ -42,8 +32,6 @@ class _Entry:
     requests: list[Request] = field(default_factory=list)
     call: Callable[[], object] = lambda: None
     drains: bool = False
-    label: str | None = None
-    """Name in the order; none: it is not recorded."""
     specification: Any = None
     name: str = ""
     """Name among the ranks that share the model."""
@@ -55,8 +43,6 @@ class _Choice(NamedTuple):
     entries: list[_Entry]
     drains: bool
     """True if launched steps are to be delivered before."""
-    more: bool
-    """True if this step takes further entries after them, as the recorded batch did."""
 
 
 class _Told(NamedTuple):
@@ -65,7 +51,6 @@ class _Told(NamedTuple):
     names: list[tuple[str, Any]]
     """Names of the entries, with their specifications."""
     drains: bool
-    more: bool
 
 
 class Arrivals:
@@ -81,7 +66,6 @@ class Arrivals:
         max_tokens: int,
         memory_share: float | None = None,
         records_routes: bool = False,
-        order: Sequence[Taken] = (),
         world: World | None = None,
         remake: Callable[[Any], list[Request]] = lambda specification: [],
     ) -> None:
@@ -94,8 +78,6 @@ class Arrivals:
             records_routes: requests may record the experts of their tokens.
             world: tensor-parallel ranks that share the model, in a group that only the thread of the batch uses.
             remake: makes requests from the specification of an entry.
-            order: result of `take_order` of an earlier batch: entries with a label are taken in the same steps again,
-                for which the batch waits; then, as they arrive.
         """
         self.rows = rows
         self.max_tokens = max_tokens
@@ -106,16 +88,9 @@ class Arrivals:
         self._cancelled: list[Request] = []
         self._world = world
         self._remake = remake
-        self._unrecorded = 0
+        self._unnamed = 0
         self._choice: _Choice | None = None
         """What this step takes next; none: not decided yet."""
-        self._recorded = {step: list(taken) for step, taken in itertools.groupby(order, lambda taken: taken.step)}
-        self._left = len(order)
-        """Number of entries of the recorded order that were not taken yet."""
-        self._steps = 0
-        self._order: list[Taken] = []
-        self._taken_now = 0
-        """Number of entries with a label that the present step has taken."""
         self._idle_seconds = 0.0
         self._idle_since: float | None = None
         """Time when the present wait began; none: the batch does not wait."""
@@ -128,16 +103,16 @@ class Arrivals:
         since = self._idle_since
         return self._idle_seconds + (0.0 if since is None else time.perf_counter() - since)
 
-    def add(self, requests: Sequence[Request], *, label: str | None = None, specification: Any = None) -> None:
+    def add(self, requests: Sequence[Request], *, name: str | None = None, specification: Any = None) -> None:
         """Add requests; samples of one prompt are adjacent, with the same prompt index.
 
         Args:
             requests: numbered again when the batch takes them, so that no two prompts have the same index.
-            label: name in the order, unique in the batch.
+            name: the same on all ranks that share the model, unique in the batch; none: a number of this rank.
             specification: what makes the same requests on the other ranks that share the model, by `remake`; none:
                 their own main threads add them.
         """
-        self._append(_Entry(list(requests), label=label, specification=specification))
+        self._append(_Entry(list(requests), specification=specification), name)
 
     def has(self, request: Request) -> bool:
         """True if a request has not been taken yet."""
@@ -154,15 +129,15 @@ class Arrivals:
                 entry.requests = [request for request in entry.requests if request.finish_reason is None]
             self._cancelled += requests
 
-    def call(self, function: Callable[[], object], *, drains: bool = False, label: str | None = None) -> None:
+    def call(self, function: Callable[[], object], *, drains: bool = False, name: str | None = None) -> None:
         """Call a function on the thread of the batch; it must not raise.
 
         Args:
             function: called between two steps.
             drains: the tokens of all launched steps are delivered before.
-            label: name in the order, unique in the batch.
+            name: as in `add`.
         """
-        self._append(_Entry(call=function, drains=drains, label=label))
+        self._append(_Entry(call=function, drains=drains), name)
 
     def close(self) -> None:
         """End the batch after the present step; unfinished requests are abandoned."""
@@ -202,9 +177,7 @@ class Arrivals:
                     number = next(_PROMPTS)
                     for request in list(samples):
                         request.prompt_index = number
-            if self.closed or not (choice.more or (wait and not requests)):
-                self._steps += 1
-                self._taken_now = 0
+            if self.closed or requests or not wait:
                 return [] if self.closed else requests
 
     def take_cancelled(self) -> list[Request]:
@@ -214,22 +187,12 @@ class Arrivals:
             self._cancelled = []
             return cancelled
 
-    def _append(self, entry: _Entry) -> None:
+    def _append(self, entry: _Entry, name: str | None) -> None:
         with self._changed:
-            if entry.label is None:
-                self._unrecorded += 1
-                entry.name = f"unrecorded {self._unrecorded}"
-            else:
-                entry.name = entry.label
+            self._unnamed += name is None
+            entry.name = name or f"unnamed {self._unnamed}"
             self._entries.append(entry)
             self._changed.notify()
-
-    def take_order(self) -> list[Taken]:
-        """Return the entries with labels that the batch has taken since the last call."""
-        with self._changed:
-            order = self._order
-            self._order = []
-            return order
 
     def _agreed_choice(self, *, wait: bool) -> _Choice:
         """The choice of the first rank of those that share the model."""
@@ -239,10 +202,10 @@ class Arrivals:
         if world.is_main:
             choice = self._own_choice(wait=wait, timeout=_SILENT_SECONDS)
             names = [(entry.name, entry.specification) for entry in choice.entries]
-            world.broadcast_object(_Told(names, choice.drains, choice.more))
+            world.broadcast_object(_Told(names, choice.drains))
             return choice
-        names, drains, more = world.broadcast_object(_Told([], False, False))
-        return _Choice([self._told_entry(name, specification) for name, specification in names], drains, more)
+        names, drains = world.broadcast_object(_Told([], False))
+        return _Choice([self._told_entry(name, specification) for name, specification in names], drains)
 
     def _told_entry(self, name: str, specification: Any) -> _Entry:
         """What the first rank has taken: requests that it specifies, or this rank's entry of the same name."""
@@ -256,30 +219,7 @@ class Arrivals:
 
     def _own_choice(self, *, wait: bool, timeout: float | None = None) -> _Choice:
         with self._changed:
-            recorded = self._awaited()
-            self._changed.wait_for(
-                lambda: self.closed or (bool(self._due()) if wait or self._awaited() else True), timeout
-            )
-            due = self._due()
-            gone = set(due)
-            self._entries = [entry for entry in self._entries if entry not in gone]
-            taken = [Taken(self._steps, entry.label, entry.drains) for entry in due if entry.label is not None]
-            self._taken_now += len(taken)
-            self._left -= len(taken)
-            self._order += taken
-            drains = any(entry.drains for entry in due) or any(taken.drains for taken in recorded)
-            return _Choice(due, drains, bool(self._awaited()))
-
-    def _awaited(self) -> list[Taken]:
-        """What the recorded batch took in this step, and this one has not taken yet."""
-        return self._recorded.get(self._steps, [])[self._taken_now :]
-
-    def _due(self) -> list[_Entry]:
-        """Entries that may be taken now. Until the end of a recorded order, these are the next ones of the step, which
-        may be the condition for others to arrive, and those without a label."""
-        if self._left <= 0:
-            return list(self._entries)
-        by_label = {entry.label: entry for entry in self._entries}
-        arrived = itertools.takewhile(lambda taken: taken.label in by_label, self._awaited())
-        unlabelled = [entry for entry in self._entries if entry.label is None]
-        return unlabelled + [by_label[taken.label] for taken in arrived]
+            self._changed.wait_for(lambda: self.closed or bool(self._entries) or not wait, timeout)
+            entries = self._entries
+            self._entries = []
+            return _Choice(entries, any(entry.drains for entry in entries))

@@ -154,6 +154,7 @@ class ContinuousBatch:
         *,
         prefill_tokens: int,
         saved_states: StateCache | None = None,
+        rows: int | None = None,
     ) -> None:
         """Queue requests; `steps` runs them.
 
@@ -163,8 +164,10 @@ class ContinuousBatch:
             requests: ordered by prompt.
             prefill_tokens: maximum number of prompt tokens per step; a longer prompt is computed in chunks.
             saved_states: states of cached prefixes, in the slots of the pool; none: there are no recurrent layers.
+            rows: maximum number of requests decoded together; none: those of the workspace.
         """
         self._workspace = workspace
+        self._most_rows = min(workspace.most_rows, rows or workspace.most_rows)
         self._pool = pool
         self._states = RowStates(workspace.states, saved_states, pool)
         self._waiting: deque[tuple[int, Request]] = deque()
@@ -383,7 +386,7 @@ class ContinuousBatch:
         wanted = min(len(self._waiting), max(1, live // 8))
         if not live or not wanted:
             return bool(wanted)
-        if self._preempted or live + wanted > self._workspace.most_rows:
+        if self._preempted or live + wanted > self._most_rows:
             return False
         return room >= wanted * self._expected_pages(self._waiting[0][1])
 
@@ -408,7 +411,7 @@ class ContinuousBatch:
 
     def _next_entering(self, room: int) -> LiveRow | None:
         """Admit the next request, with the waiting samples of its prompt that fit; None if there is no room."""
-        free_rows = self._workspace.most_rows - len(self._live)
+        free_rows = self._most_rows - len(self._live)
         if not self._waiting or not free_rows:
             return None
         age, request = self._waiting[0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -27,7 +25,6 @@ from hybrid_rlhf.generation.batching.grammar import (
 from hybrid_rlhf.generation.batching.stop_strings import StopStrings, stop_strings
 from hybrid_rlhf.generation.sampling import (
     Completion,
-    FinishedShare,
     FinishReason,
     SamplingParams,
     per_request,
@@ -66,8 +63,6 @@ class Request:
     """The part of the completion that an earlier call sampled."""
     adapter: int = 0
     """Number of the adapter; 0: none."""
-    limit: TokenLimit | None = None
-    """Token limit shared by all requests of the call; none: each runs to its end."""
     delivered: int = 0
     """Number of tokens that an open batch has delivered."""
     grammar: Grammar | None = None
@@ -111,8 +106,8 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        """True if this call samples no more tokens of the request."""
-        return self.finish_reason is not None or (self.limit is not None and self.new_tokens >= self.limit.tokens)
+        """True if no more tokens of the request are sampled."""
+        return self.finish_reason is not None
 
     @property
     def tokens(self) -> int:
@@ -156,8 +151,6 @@ class Request:
             self.finish_reason = "stop"
         elif len(self.token_ids) == len(self.uniforms):
             self.finish_reason = "length"
-        if self.finish_reason is not None and self.limit is not None:
-            self.limit.observe(self)
 
     def _ends_with_stop_string(self) -> bool:
         if self.stop_strings is None or len(self.token_ids) < self.params.min_new_tokens:
@@ -165,23 +158,15 @@ class Request:
         return self.stop_strings.end(self.token_ids)
 
     def completion(self, weight_version: int) -> Completion:
-        """Return the completion of this call, without tokens beyond the limit."""
+        """Return the completion so far; tokens without a weight version are of this one."""
         if self.begun is not None and self.begun.finish_reason is not None:
             return self.begun
-        reason = self.finish_reason
-        fetch_routes = self.fetch_routes
-        count = len(self.token_ids)
-        if self.limit is not None and self.new_tokens > self.limit.tokens:
-            count = self.begun_tokens + int(self.limit.tokens)
-            reason = None
-            fetch_routes = None
         routes = None
-        if fetch_routes is not None:
-            routes = np.pad(fetch_routes().numpy(), ((0, 1), (0, 0), (0, 0)), constant_values=-1)
-        versions = self.weight_versions[:count]
-        versions += [weight_version] * (count - len(versions))
+        if self.fetch_routes is not None:
+            routes = np.pad(self.fetch_routes().numpy(), ((0, 1), (0, 0), (0, 0)), constant_values=-1)
+        versions = self.weight_versions + [weight_version] * (len(self.token_ids) - len(self.weight_versions))
         return Completion(
-            self.token_ids[:count], self.logprobs[:count], reason, self.sampling_logprobs[:count], versions, routes
+            self.token_ids[:], self.logprobs[:], self.finish_reason, self.sampling_logprobs[:], versions, routes
         )
 
 
@@ -190,36 +175,6 @@ def continue_requests(requests: Sequence[Request], begun: Sequence[Sequence[Comp
     for index, samples in groupby(requests, key=lambda request: request.prompt_index):
         for request, completion in zip(samples, begun[index] if index < len(begun) else (), strict=False):
             request.continue_from(completion)
-
-
-class TokenLimit:
-    """Maximum number of new tokens per completion in a call with a FinishedShare; it decreases as prompts finish.
-
-    Requests do not all begin in the same step, so some may exceed the new limit; those tokens are discarded.
-    """
-
-    def __init__(self, share: FinishedShare, requests: Sequence[Request]) -> None:
-        """Args: the share, and all requests of the call, some of which may already be finished."""
-        self.tokens = math.inf
-        self._share = share
-        self._added = dict.fromkeys((request.prompt_index for request in requests), 0)
-        self._running = Counter(request.prompt_index for request in requests if request.finish_reason is None)
-        self._lower()
-
-    def observe(self, request: Request) -> None:
-        """Record a finished request, and lower the limit if enough prompts have finished."""
-        index = request.prompt_index
-        self._running[index] -= 1
-        self._added[index] = max(self._added[index], request.new_tokens)
-        if not self._running[index]:
-            self._lower()
-
-    def _lower(self) -> None:
-        finished = sorted(added for index, added in self._added.items() if not self._running[index])
-        if len(finished) < self._share.prompts or any(self._running[index] for index in self._share.required):
-            return
-        enough = finished[self._share.prompts - 1] if self._share.prompts else 0
-        self.tokens = max([enough, *(self._added[index] for index in self._share.required)])
 
 
 @dataclass(frozen=True)

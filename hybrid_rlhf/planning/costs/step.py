@@ -128,10 +128,7 @@ class Costs:
         )
     )
     def weight_sync(self, plan: StepPlan) -> Work:
-        """Filling the inference weights, and the check of them: the sampler's, the actor's, or one after the other.
-
-        Without what `transfer_ahead` covers.
-        """
+        """Filling the inference weights, and the check of them: the sampler's, the actor's, or one after the other."""
         job = self.job
         sizes = job.actor.sizes
         actor = plan.roles["actor"]
@@ -139,7 +136,7 @@ class Costs:
         entered = Work(self._call("generation")) + self._check(span, actor.zero, plan.sampling.tensor_parallel)
         work = Work()
         if plan.separate:  # ranks send what they have of a weight: nothing is gathered
-            work += entered if self._sends_ahead(plan) else entered + self._transfer(plan)
+            work += entered + self._transfer(plan)
         if not plan.separate or plan.placement.with_actor:
             views = actor.zero < 3 and job.device.type == "cuda"
             work += entered + Work(0.0 if views else self.curves.copies(self._sampled_bytes(plan)))
@@ -152,15 +149,6 @@ class Costs:
             states = _STATE_BYTES * sizes.trained / (span.ranks if actor.zero else 1)
             work += Work(wire=2 * self.curves.host_link(states))
         return work * self.curves.factor("weight_sync") + self.messages("weight_sync")
-
-    def transfer_ahead(self, plan: StepPlan) -> Work | None:
-        """The transfer to a separate sampler while the critic learns from the last mini-batch; none where it waits for
-        the rollout (SeparateSampler.sync_ahead)."""
-        return self._transfer(plan) * self.curves.factor("weight_sync") if self._sends_ahead(plan) else None
-
-    def _sends_ahead(self, plan: StepPlan) -> bool:
-        keeps = self.job.config.rollout.keep_weights is not False
-        return plan.separate and keeps and not plan.policy_lag and "critic" in self.job.roles
 
     @once
     def _check(self, span: Span, zero: int, tensor_parallel: int) -> Work:

@@ -8,7 +8,8 @@ Shapes: N completions of a rollout on this rank, which has all completions of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.sections.algorithm import (
     AlgorithmConfig,
+    ClippedConfig,
     CorrectionConfig,
     EntropyConfig,
     PolicyGradientConfig,
@@ -23,7 +25,7 @@ from hybrid_rlhf.configs.sections.algorithm import (
 )
 from hybrid_rlhf.functional.advantages import differs_in_group
 from hybrid_rlhf.functional.losses import LossSum, clipped_surrogate
-from hybrid_rlhf.functional.masking import keep
+from hybrid_rlhf.functional.masking import keep, last_index, masked_whiten
 from hybrid_rlhf.rl.batch import Batch, Rollout
 
 
@@ -54,6 +56,26 @@ class Algorithm:
         """Settings of entropy control; None without it."""
         return self.config.entropy if isinstance(self.config, PolicyGradientConfig) else None
 
+    @property
+    def learns_truncated(self) -> bool:
+        """True if completions that reached the length limit are learned from (DAPO, arXiv 2503.14476, section 3.4)."""
+        return not (isinstance(self.config, PolicyGradientConfig) and self.config.mask_truncated)
+
+    @property
+    def score_clip(self) -> float | None:
+        """Scaled scores are clipped to [-score_clip, score_clip]; None: not clipped."""
+        return self.config.score_clip if isinstance(self.config, ClippedConfig) else None
+
+    @property
+    def value_clip(self) -> float:
+        """Largest change of a value from the one before the updates, in the critic's loss; 0: any."""
+        return 0.0
+
+    @property
+    def why_none_is_selected(self) -> str:
+        """What is true of a rollout of which `select` takes nothing."""
+        return "the scores of each prompt are equal"
+
     def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
         """Return which completions to train on, [N] bool, from scores [N], penalties [N] and groups [N]."""
         if self.config.dynamic_sampling is not None:
@@ -64,6 +86,26 @@ class Algorithm:
         """Return the advantage of each token, [N, T], from rewards [N, T]: scores at the end, KL penalties per
         token. Every rank calls; `Rollout.total` sums over all ranks."""
         raise NotImplementedError
+
+    def shaped(self, rewards: Tensor, *, mask: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the rewards [N, T] from which advantages and returns follow; `total` sums over all ranks."""
+        return rewards
+
+    def whitened(self, advantages: Tensor, rollout: Rollout, *, total: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return advantages [N, T] with mean 0 and variance 1 over tokens, or over completions, of which an episode is
+        one, where the settings ask for it; `total` sums over all ranks."""
+        config = self.config
+        if not isinstance(config, ClippedConfig) or not config.whiten_advantages:
+            return advantages
+        whiten = partial(
+            masked_whiten, shift_mean=config.whiten_shift_mean, unbiased=config.whiten_unbiased, total=total
+        )
+        mask = rollout.response_mask
+        if not self.whitens_completions:
+            return whiten(advantages, mask=mask)
+        first, member = rollout.episodes()
+        of_rows = advantages.gather(1, last_index(mask)[:, None])[:, 0]
+        return per_token(whiten(of_rows[first], mask=mask.any(dim=1)[first])[member], rollout)
 
     def returns(self, rewards: Tensor, rollout: Rollout) -> Tensor | None:
         """Return the targets of the critic, [N, T]; None without a critic."""
@@ -88,6 +130,24 @@ class Algorithm:
             dual_clip=config.dual_clip,
             weights=weights,
         )
+
+    def extra_tokens(self, rollout: Rollout) -> Tensor | None:
+        """Return the response tokens [N, T] bool over which `extra_loss` is a mean; None without such a term."""
+        return None
+
+    def extra_loss(
+        self, logprobs: Tensor, rollout: Rollout, *, weights: Tensor | None, tokens: float, counted: float
+    ) -> Tensor:
+        """A further term of the loss on a micro-batch, whose mean is over the `extra_tokens` of the mini-batch.
+
+        Args:
+            logprobs: [B, T] of the current actor, with gradient.
+            rollout: the micro-batch.
+            weights: [B, T] of algorithm.correction; None without.
+            tokens: response tokens of the mini-batch, by which the caller divides the whole loss.
+            counted: `extra_tokens` of the mini-batch, at least 1.
+        """
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""

@@ -28,6 +28,11 @@ class OnlineDPO(Algorithm):
 
     together = 2
 
+    @property
+    def score_clip(self) -> float | None:
+        """See Algorithm."""
+        return self.config.score_clip
+
     def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
         """Return the complete pairs whose penalized scores differ, [N] bool."""
         return differs_in_group(scores - penalties, groups=groups) & (group_size(groups) == 2)

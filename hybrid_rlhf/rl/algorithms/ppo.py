@@ -13,10 +13,13 @@ Deviations: advantages are whitened over the rollout (N details, no. 18); two bo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import ActorCriticConfig, PPOConfig
 from hybrid_rlhf.functional.advantages import gae
+from hybrid_rlhf.functional.masking import masked_whiten
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm
 from hybrid_rlhf.rl.batch import Rollout
 
@@ -25,6 +28,18 @@ class PPO(Algorithm):
     """Generalized advantage estimation with a critic, and the clipped surrogate."""
 
     config: ActorCriticConfig
+
+    @property
+    def value_clip(self) -> float:
+        """See Algorithm."""
+        return self.config.value_clip
+
+    def shaped(self, rewards: Tensor, *, mask: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the rewards with variance 1 over tokens, if algorithm.whiten_rewards is true."""
+        if not self.config.whiten_rewards:
+            return rewards
+        unbiased = self.config.whiten_unbiased
+        return masked_whiten(rewards, mask=mask, shift_mean=False, unbiased=unbiased, total=total)
 
     def actor_lambda(self, rollout: Rollout) -> float | Tensor:
         """Return the lambda of the actor's advantages, for all completions or [N]."""

@@ -28,6 +28,13 @@ class RAFT(Algorithm):
 
     config: RAFTConfig
 
+    @property
+    def why_none_is_selected(self) -> str:
+        """See Algorithm."""
+        least = self.config.select_above
+        above = "" if least is None else f", or none is above algorithm.select_above {least}"
+        return super().why_none_is_selected + above
+
     def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
         """Return the best selected_per_prompt completions of prompts whose scores differ, [N] bool."""
         ranked = scores - penalties

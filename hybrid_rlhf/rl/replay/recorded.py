@@ -13,16 +13,14 @@ from typing import Any, Self
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.rl.rollouts.streaming import copy_order
 from hybrid_rlhf.runtime.command_line import parse_config
-from hybrid_rlhf.runtime.files.checkpoint_folder import first_rollout, newest_valid, read_manifest
+from hybrid_rlhf.runtime.files.checkpoint_folder import newest_valid, read_manifest
 from hybrid_rlhf.runtime.observability.samples import SAMPLES_FILE
 from hybrid_rlhf.runtime.observability.token_records import ENVIRONMENT, TokenRecord, TokenRecords
 from hybrid_rlhf.runtime.run import CONFIG_FILE
 
 _STEP = re.compile(r'\{"step": (\d+),')
 _SHOWN_STEPS = 8
-_ORDER_FILE = "replayed_order.jsonl"
 
 
 @dataclass(frozen=True)
@@ -102,40 +100,13 @@ class RecordedStep:
         return parse_config(RLConfig, ["--config", str(self.folder / CONFIG_FILE)])
 
     def resumed_config(self, scratch: Path) -> RLConfig:
-        """The config of a run in a scratch folder that resumes before the step and computes its rollout.
-
-        With a policy lag or partial rollouts, completions of the step may have begun in earlier steps. A streaming run
-        repeats the recorded order, from where the process that computed the step started.
-
-        Raises:
-            UserError: if the order or the checkpoint of a streaming run is missing.
-        """
+        """The config of a run in a scratch folder that resumes before the step and computes its rollout."""
         config = self.config
-        rollout = config.rollout
-        streaming = rollout.streaming
         resume = "never" if config.resume == "auto" else config.resume
-        if streaming is None or streaming.max_lag == 0 or rollout.backend == "vllm":
-            begun = rollout.policy_lag + (0 if rollout.partial is None else rollout.partial.max_lag)
-            checkpoint = newest_valid(self.folder, before=self.step - begun)
-        else:
-            order = scratch / _ORDER_FILE
-            first = copy_order(self.folder, self.step, order)
-            rollout = replace(rollout, streaming=replace(streaming, replay_order=str(order)))
-            checkpoint = newest_valid(self.folder, before=first)
-            if checkpoint is not None:
-                resumed = first_rollout(checkpoint)
-            else:
-                resumed = 1 if resume == "never" else first  # else from a checkpoint of another folder
-            require(
-                resumed == first,
-                f"a replay of a streaming run starts where the process of its step did, at step {first}, got no "
-                f"checkpoint in {self.folder} after which step {first} is next: replay an earlier step, or one after "
-                "a checkpoint from which the run resumed",
-            )
+        checkpoint = newest_valid(self.folder, before=self.step)
         return replace(
             config,
             output_dir=str(scratch),
-            rollout=rollout,
             resume=resume if checkpoint is None else str(checkpoint),
             logging=replace(config.logging, samples_every=0, sinks=[], webhook=None, profile_steps=[]),
         )

@@ -17,7 +17,6 @@ import numpy as np
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.loop.checkpointing import due
 from hybrid_rlhf.loop.non_finite import NonFiniteError
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Batch
@@ -116,8 +115,13 @@ def replayed_step(
     """
     with rl_session(recorded.resumed_config(scratch), algorithm_class=algorithm_class) as session:
         trainer = RLTrainer(session)
-        streaming = session.config.rollout.streaming
-        repeats = streaming is not None and streaming.replay_order is not None
+        lag = session.config.rollout.max_lag
+        if lag and session.parts.sampler.outlives_steps and session.run.world.is_main:
+            logger.warning(
+                "rollout.max_lag %d with an environment, or with a sampler that works while the actor trains: time "
+                "decides which weights sample a token, so the replay may differ from the record",
+                lag,
+            )
         with trainer.running():
             done = trainer.resume() or 0
             for step in range(done + 1, recorded.step + 1):
@@ -126,8 +130,6 @@ def replayed_step(
                     logger.info("replay: step %d of %d", step - done, recorded.step - done)
                 if step < recorded.step:
                     trainer.step(step)
-                    if repeats and due(step, session.config.train.eval_every):
-                        trainer.evaluate()  # its completions are in the recorded order
             try:
                 batch = trainer.batch(recorded.step)
             except (NothingToLearn, NonFiniteError) as error:

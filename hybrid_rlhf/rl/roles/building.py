@@ -125,7 +125,7 @@ class _Builder:
                     require_positions(actor, config.ptx.max_length, key="ptx.max_length")
         facts = self._facts(actor, part)
         together = self._rollout.tensor_parallel if samples else 1
-        own = self._rollout.streaming is not None
+        own = self._rollout.max_lag > 0
         return AbsentActor("actor", part, facts, tensor_parallel=together, own=own) if actor is None else actor
 
     def _actor_spec(self, path: str) -> EngineSpec:

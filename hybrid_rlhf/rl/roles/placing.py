@@ -22,7 +22,7 @@ def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
     placement = resolve_placement(config.placement, placed, ranks=run.world.size)
     _require_all_ranks(placement, config.model.expert_parallel, run.world.size)
     create_groups([*placement.groups(), *_sequence_groups(placement, config.model.sequence_parallel)])
-    if config.rollout.streaming is not None:
+    if config.rollout.max_lag:
         create_groups([group for group in placement.sampling_groups if len(group) > 1], own=True)
     return placement
 

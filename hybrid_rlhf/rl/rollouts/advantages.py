@@ -22,17 +22,15 @@ Every rank computes its own rows; statistics of scores and whitening are those o
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.configs.algorithms import ActorCriticConfig, OnlineDPOConfig
-from hybrid_rlhf.configs.sections.algorithm import ClippedConfig, KLConfig, PolicyGradientConfig
+from hybrid_rlhf.configs.sections.algorithm import KLConfig
 from hybrid_rlhf.functional.advantages import shaped_rewards
 from hybrid_rlhf.functional.losses import KL_ESTIMATORS
-from hybrid_rlhf.functional.masking import keep, last_index, masked_mean, masked_whiten, spread
+from hybrid_rlhf.functional.masking import keep, masked_mean, spread
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
 from hybrid_rlhf.rl.batch import Batch, Rollout
@@ -149,7 +147,7 @@ def estimate_advantages(
     if rollout.ref_logprobs is not None and config.kl is not None and config.kl.where == "reward":
         kl = KL_ESTIMATORS[config.kl.estimator](rollout.old_logprobs, ref_logprobs=rollout.ref_logprobs)
     scores = scaling.scaled(rollout.penalized_scores)
-    score_clip = config.score_clip if isinstance(config, ClippedConfig | OnlineDPOConfig) else None
+    score_clip = algorithm.score_clip
     turn_rewards = rollout.turn_rewards
     rewards = shaped_rewards(
         scores=scores,
@@ -159,15 +157,11 @@ def estimate_advantages(
         score_clip=score_clip,
         earned=None if turn_rewards is None else scaling.scale_rewards(turn_rewards),
     )
-    if isinstance(config, ActorCriticConfig) and config.whiten_rewards:
-        rewards = masked_whiten(
-            rewards, mask=mask, shift_mean=False, unbiased=config.whiten_unbiased, total=world.total
-        )
+    rewards = algorithm.shaped(rewards, mask=mask, total=world.total)
     rollout = _with_scaled_greedy_scores(rollout, scaling, score_clip=score_clip)
     advantages = _advantages(rewards, rollout, algorithm)
     returns = algorithm.returns(rewards, rollout)
-    if isinstance(config, ClippedConfig) and config.whiten_advantages:
-        advantages = _whitened(advantages, rollout, config, world, over_completions=algorithm.whitens_completions)
+    advantages = algorithm.whitened(advantages, rollout, total=world.total)
     if rollout.teacher_logprobs is not None:
         assert rollout.old_logprobs is not None
         to_teacher = KL_ESTIMATORS["k1"](rollout.old_logprobs, ref_logprobs=rollout.teacher_logprobs)
@@ -176,7 +170,7 @@ def estimate_advantages(
     if rollout.ref_logprobs is not None:
         metrics["objective/kl_coef"] = kl_coef
     clipped = None if score_clip is None else scores.abs() > score_clip
-    if isinstance(config, PolicyGradientConfig) and config.mask_truncated:  # DAPO, arXiv 2503.14476, section 3.4
+    if not algorithm.learns_truncated:
         rollout = replace(rollout, learned=rollout.stopped)
     return Batch(rollout, rewards, advantages, returns, clipped, metrics=metrics)
 
@@ -198,21 +192,6 @@ def _advantages(rewards: Tensor, rollout: Rollout, algorithm: Algorithm) -> Tens
         return advantages
     of_rows = masked_mean(advantages, mask=rollout.response_mask, dim=1)
     return per_token(of_rows[first][member], rollout)
-
-
-def _whitened(
-    advantages: Tensor, rollout: Rollout, config: ClippedConfig, world: World, *, over_completions: bool
-) -> Tensor:
-    """[N, T] advantages with mean 0 and variance 1 over tokens, or over completions, of which an episode is one."""
-    whiten = partial(
-        masked_whiten, shift_mean=config.whiten_shift_mean, unbiased=config.whiten_unbiased, total=world.total
-    )
-    mask = rollout.response_mask
-    if not over_completions:
-        return whiten(advantages, mask=mask)
-    first, member = rollout.episodes()
-    of_rows = advantages.gather(1, last_index(mask)[:, None])[:, 0]
-    return per_token(whiten(of_rows[first], mask=mask.any(dim=1)[first])[member], rollout)
 
 
 def _with_scaled_greedy_scores(rollout: Rollout, scaling: ScoreScaling, *, score_clip: float | None) -> Rollout:

@@ -4,10 +4,6 @@ A sampler on ranks of its own decodes without pause: each weight sync writes int
 steps. So do vLLM's servers, which go on from the tokens so far. On the actor's ranks the batch is open only while the
 actor does not train; running completions then continue from their tokens in the next one.
 
-Each action of the main thread (prompts that begin, a weight sync, the end of a time slice) has a label, and
-`OpenBatch.order` records in which decoding step it took effect. A batch that is given this order samples the same
-tokens again.
-
 Source: in-flight weight updates of PipelineRL (arXiv 2509.19128) and Magistral (arXiv 2506.10910, section 3.2);
 interruptible generation of AReaL (arXiv 2505.24298, section 4.1).
 """
@@ -15,7 +11,6 @@ interruptible generation of AReaL (arXiv 2505.24298, section 4.1).
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,19 +21,16 @@ from typing import Any, TypeVar
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.batching.arrivals import Taken
 from hybrid_rlhf.generation.batching.continuous import BatchLoad
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion, PromptLogprobs, SamplingParams, per_request
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
-from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt
+from hybrid_rlhf.rl.rollouts.in_flight import AssignedPrompt
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 ResultT = TypeVar("ResultT")
-Order = list[Taken]
-"""The decoding steps in which a batch took the labelled actions."""
 Sample = Completion | list[Episode]
 """A completion, or an episode with its sequences."""
 
@@ -48,8 +40,8 @@ class Ticket:
     """Prompts that were added together, or those of a turn."""
 
     prompts: list[AssignedPrompt]
-    label: str | None
-    """Name in the order; none: it is not recorded."""
+    name: str | None
+    """The same on all ranks that share the model; none for a turn, which the first of them sends to the others."""
     on_tokens: Callable[[list[StreamedToken]], None]
     """Receives the tokens of each decoding step, on the thread of the batch."""
     samples: list[list[Sample | None]]
@@ -79,14 +71,12 @@ class Ticket:
 
 @dataclass(eq=False)
 class _Turns:
-    """Answers the turns of an episode, which are named by their order in the episode."""
+    """Answers the turns of an episode."""
 
     live: LiveBatch
-    label: str
     record_routes: bool
     stop_token_ids: frozenset[int]
     max_positions: int | None
-    _asked: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def failure(self) -> BaseException | None:
@@ -96,7 +86,7 @@ class _Turns:
     def submit(self, batch: PromptBatch, deliver: Deliver) -> Ticket:
         """Complete prompts, as `OpenBatch.submit` does; there are no adapters."""
         batch = replace(batch, record_routes=[self.record_routes] * len(batch.prompts))
-        return self.live.submit(batch, deliver, label=f"{self.label}.{next(self._asked)}")
+        return self.live.submit(batch, deliver)
 
     def cancel(self, submission: Ticket) -> None:
         """End a submission."""
@@ -114,7 +104,6 @@ class LiveBatch:
         stop: Mapping[str, Any],
         rows: int,
         environments: EpisodeRunner | None,
-        recorded: Mapping[int, Order],
     ) -> None:
         """Take the engine that samples.
 
@@ -124,16 +113,14 @@ class LiveBatch:
             stop: arguments of `SamplingEngine.inference`.
             rows: largest number of completions of a rank that are decoded together.
             environments: runs multi-turn episodes; none: a completion is one turn.
-            recorded: order of each step of an earlier run to repeat; empty: by arrival.
         """
         self._together = engine.generation_world
         self._engine = engine
-        self._recompute_kv = config.streaming is not None and config.streaming.recompute_kv
+        self._recompute_kv = config.recompute_kv
         self._stop = stop
         self._environments = environments
         self.rows = rows
         self.max_tokens = config.max_prompt_tokens + config.sampling.max_new_tokens
-        self._recorded = recorded
         self.lasts = engine.samples_while_training
         """True if the batch stays open between steps."""
         self._batch: OpenBatch | None = None
@@ -149,17 +136,12 @@ class LiveBatch:
         self._is_closed = False
         self._vocab_size = 0
         self._idle_seconds = 0.0
-        self._order: Order = []
-        """Order of closed batches that was not taken yet."""
         self._actions = 0
 
     @contextlib.contextmanager
-    def current(self, step: int) -> Iterator[None]:
-        """Context in which the actor's current weights decode; a batch that lasts goes on after it. Every rank enters.
-
-        Args:
-            step: number of the step.
-        """
+    def current(self) -> Iterator[None]:
+        """Context in which the actor's current weights decode; a batch that lasts goes on after it. Every rank
+        enters."""
         if self.lasts:
             self._sync()
             yield
@@ -169,14 +151,14 @@ class LiveBatch:
                 yield
                 return
             _capture_now(generation)
-            with self.decoding(generation, self._recorded.get(step, [])):
+            with self.decoding(generation):
                 yield
 
     @contextlib.contextmanager
-    def decoding(self, generation: GenerationEngine, order: Order) -> Iterator[None]:
+    def decoding(self, generation: GenerationEngine) -> Iterator[None]:
         """Context in which an engine decodes; running completions continue from their tokens in the next one."""
         with self._changed:
-            self._open(generation, order)
+            self._open(generation)
             for ticket in self._tickets:
                 self._submit(ticket)
         try:
@@ -194,7 +176,7 @@ class LiveBatch:
                 if token.completion is not None:
                     progress.advance(1)
 
-        ticket = Ticket(list(prompts), self._label("begin"), finished, samples)
+        ticket = Ticket(list(prompts), self._name("begin"), finished, samples)
         if self._environments is not None:
             if plays:
                 self._play(ticket, progress)
@@ -206,7 +188,7 @@ class LiveBatch:
         self._start(ticket)
         return ticket
 
-    def submit(self, batch: PromptBatch, deliver: Deliver, *, label: str | None = None) -> Ticket:
+    def submit(self, batch: PromptBatch, deliver: Deliver) -> Ticket:
         """Complete the prompts of a turn, as `OpenBatch.submit` does; may be called in any thread.
 
         Raises:
@@ -219,7 +201,7 @@ class LiveBatch:
             for ids, params, recorded in zip(batch.prompts, sampling, records, strict=True)
         ]
         samples: list[list[Sample | None]] = [[None] * params.n for params in sampling]
-        ticket = Ticket(prompts, label, deliver, samples, top_logprobs=batch.top_logprobs, is_turn=True)
+        ticket = Ticket(prompts, None, deliver, samples, top_logprobs=batch.top_logprobs, is_turn=True)
         self._start(ticket)
         return ticket
 
@@ -250,13 +232,12 @@ class LiveBatch:
                 self._tickets.remove(ticket)
         return ticket.finished
 
-    def finish_turns(self, step: int) -> None:
+    def finish_turns(self) -> None:
         """Wait for half of the turns that have begun, so that their tools answer while the actor trains.
 
-        Not for all: a long turn continues in the next time slice. Returns at once if the batch stays open, and in a
-        step whose order is repeated, which ends where it ended.
+        Not for all: a long turn continues in the next time slice. Returns at once if the batch stays open.
         """
-        if self.lasts or self._recorded.get(step):
+        if self.lasts:
             return
         with self._changed:
             begun = {ticket for ticket in self._tickets if ticket.is_turn}
@@ -288,13 +269,7 @@ class LiveBatch:
 
         for place, prompt in enumerate(ticket.prompts):
             for sample in range(prompt.params.n):
-                turns = _Turns(
-                    self,
-                    f"{ticket.label} {place}.{sample}",
-                    prompt.recorded,
-                    self._stop_token_ids,
-                    self._max_positions,
-                )
+                turns = _Turns(self, prompt.recorded, self._stop_token_ids, self._max_positions)
                 episode = self._environments.play(prompt.row, prompt.params, sample, turns)
                 episode.add_done_callback(partial(ended, place, sample))
 
@@ -306,12 +281,6 @@ class LiveBatch:
         with self._batch.paused():
             return [self._with_tokens(ticket, self._batch) for ticket in tickets]
 
-    def take_order(self) -> Order:
-        """The order since the last call."""
-        order = self._order
-        self._order = []
-        return order if self._batch is None else order + self._batch.take_order()
-
     @property
     def idle_seconds(self) -> float:
         """Time that this rank's batch was open and had nothing to decode."""
@@ -320,7 +289,7 @@ class LiveBatch:
     def close(self) -> None:
         """End the batch, and the turns that it has not completed."""
         if self._batch is not None:
-            with self._batch.paused(label=self._label("end")):  # in the same step on all ranks that share the model
+            with self._batch.paused(name=self._name("end")):  # in the same step on all ranks that share the model
                 self._batch.close(wait=False)
             self._batch.close()
         with self._changed:
@@ -397,28 +366,28 @@ class LiveBatch:
         """Bytes that the present batch reserves for keys and values."""
         return 0 if self._batch is None else self._batch.kv_cache_bytes
 
-    def _label(self, action: str) -> str:
-        """A label of the next action of the main thread; the same in a run that repeats this one."""
+    def _name(self, action: str) -> str:
+        """A name of the next action of the main thread, the same on all ranks that share the model."""
         self._actions += 1
         return f"{action} {self._actions}"
 
     def _sync(self) -> None:
         """Write the actor's current weights under running completions, and open the batch if it is not open yet."""
-        label = self._label("weights")
+        name = self._name("weights")
         with contextlib.ExitStack() as stack:
             if self._batch is not None:
-                stack.enter_context(self._batch.paused(label=label))
+                stack.enter_context(self._batch.paused(name=name))
             generation = stack.enter_context(self._engine.inference(**self._stop))
             if generation is None:
                 return
             _capture_now(generation)
             if self._batch is None:
-                self._open(generation, [taken for number in sorted(self._recorded) for taken in self._recorded[number]])
+                self._open(generation)
             elif generation.weight_version != self._weight_version:
                 self._batch.renew(generation.weight_version, recompute=self._recompute_kv)
             self._weight_version = generation.weight_version
 
-    def _open(self, generation: GenerationEngine, order: Order) -> None:
+    def _open(self, generation: GenerationEngine) -> None:
         self._records_routes = generation.records_routes
         self._stop_token_ids = generation.stop_token_ids
         self._max_positions = generation.max_positions
@@ -426,7 +395,6 @@ class LiveBatch:
             rows=self.rows,
             max_tokens=self.max_tokens,
             records_routes=generation.records_routes,
-            order=order,
             world=self._together,
         )
         self.max_tokens = self._batch.max_tokens
@@ -453,7 +421,7 @@ class LiveBatch:
             submission = self._batch.submit(
                 batch,
                 partial(self._deliver, ticket, places),
-                label=ticket.label and f"{ticket.label} x{samples}",
+                name=ticket.name and f"{ticket.name} x{samples}",
                 sends=ticket.is_turn and self._together.size > 1,
             )
             ticket.submissions.append((submission, places))
@@ -481,8 +449,7 @@ class LiveBatch:
         if batch.failure is not None:
             self._batch = None
             return
-        # Until it pauses it takes turns: a batch that repeats an order may wait for one of them.
-        with batch.paused(label=self._label("end")), self._changed:
+        with batch.paused(name=self._name("end")), self._changed:
             self._batch = None
             for ticket in self._tickets:
                 ticket.prompts = self._with_tokens(ticket, batch)
@@ -490,7 +457,6 @@ class LiveBatch:
             batch.close(wait=False)
         batch.close()
         self._idle_seconds += batch.idle_seconds
-        self._order += batch.take_order()
 
     def _with_tokens(self, ticket: Ticket, batch: OpenBatch) -> list[AssignedPrompt]:
         """The prompts of a ticket with their tokens so far, while the batch is paused."""

@@ -16,7 +16,7 @@ from hybrid_rlhf.generation.open_batch import Deliver, PromptBatch, StreamedToke
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
-from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt
+from hybrid_rlhf.rl.rollouts.in_flight import AssignedPrompt
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 

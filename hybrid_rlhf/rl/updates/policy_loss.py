@@ -1,6 +1,6 @@
 """The actor's loss on a micro-batch: the algorithm's loss, an entropy bonus, the KL where it is a term of the loss,
-VAPO's likelihood of completions with a positive score, and the effect of entropy control on the tokens that it has
-selected (rl/rollouts/entropy.py).
+the algorithm's further term, and the effect of entropy control on the tokens that it has selected
+(rl/rollouts/entropy.py).
 
 All terms are sums over response tokens with the same weights, divided once by the caller.
 """
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hybrid_rlhf.configs.algorithms import VAPOConfig
 from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig, SamplerRatio
 from hybrid_rlhf.engines.engine import AbsentEngine
 from hybrid_rlhf.functional.losses import (
@@ -44,8 +43,8 @@ class MiniBatch:
     """Weight of the KL in the loss."""
     kept_tokens: float | None = None
     """Response tokens that the correction keeps, where they are the denominator."""
-    positive_tokens: float = 0.0
-    """Tokens of `positive_tokens` over all ranks; 0 without a term for them."""
+    extra_tokens: float = 0.0
+    """Tokens of the algorithm's `extra_loss` over all ranks; 0 without."""
     entropy_coef: float | None = None
     """Weight of the entropy bonus; None: that of the settings."""
 
@@ -60,12 +59,6 @@ class _Correction:
     """[n, t] bool, tokens whose weight is not their ratio."""
     counts_masked: bool
     """True if tokens of weight 0 stay in the denominators."""
-
-
-def positive_tokens(rollout: Rollout) -> Tensor:
-    """[N, T] bool, response tokens of completions with a score above 0 (VAPO, arXiv 2504.05118)."""
-    assert rollout.scores is not None
-    return rollout.response_mask & (rollout.scores > 0)[:, None]
 
 
 class PolicyLoss:
@@ -136,10 +129,14 @@ class PolicyLoss:
             )
             total = total + mini_batch.kl_coef * masked_sum(weights * kl, mask=mask)
             stats["kl"] = masked_sum(kl.detach(), mask=mask)
-        if isinstance(config, VAPOConfig) and mini_batch.positive_tokens:
-            kept = logprobs if correction is None else correction.weights * logprobs
-            likelihood = masked_sum(kept, mask=positive_tokens(rollout))
-            total = total - config.positive_coef * mini_batch.tokens / mini_batch.positive_tokens * likelihood
+        if mini_batch.extra_tokens:
+            total = total + self._algorithm.extra_loss(
+                logprobs,
+                rollout,
+                weights=None if correction is None else correction.weights,
+                tokens=mini_batch.tokens,
+                counted=mini_batch.extra_tokens,
+            )
         stats["entropy"] = masked_sum(entropy.detach(), mask=mask)
         loss = LossSum(total, loss.count, {**loss.stats, **stats})
         return actor.with_router_losses(loss, mask.sum(dim=1)), current

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.configs.algorithms import ActorCriticConfig, VAPOConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine, UpdateStats
-from hybrid_rlhf.engines.separate.plane import TransferTimes
 from hybrid_rlhf.functional.losses import LossSum, ppo_value_loss, sft_loss
 from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
@@ -29,7 +27,7 @@ from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, LocalRows, MiniBatchPlan, Rollout, RowIndex, row_values
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.rl.updates.policy_loss import ROUTES_USED, MiniBatch, PolicyLoss, positive_tokens
+from hybrid_rlhf.rl.updates.policy_loss import ROUTES_USED, MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.world import World
 
@@ -134,8 +132,6 @@ class Progress:
         self.stats: dict[str, UpdateStats] = {}
         self.skipped: dict[str, list[int]] = {}
         """Rows of this rank that may have caused a skipped update, by each role whose gradient was not finite."""
-        self.sent: TransferTimes | None = None
-        """Times of sending the actor's weights after its last update; None if they are sent at the next rollout."""
         self.last: LastLogprobs | None = None
         """Log-probs of the updates so far, if an algorithm or a report needs them."""
 
@@ -214,6 +210,7 @@ class Updater:
         """
         self._roles = roles
         self._world = roles.world
+        self._algorithm = algorithm
         self._config = algorithm.config
         self._correction = algorithm.correction
         self.policy_loss = PolicyLoss(
@@ -271,7 +268,6 @@ class Updater:
         rows = [row for number in range(len(plans[0].rows)) for row in plans[0].rows_of(number)]
         if rollout.learned is not None and not bool(index.gather(rollout.learned)[rows].all()):
             raise ValueError("plans must have no completions that are not learned from: plan the batch's rollout")
-        final = sum(len(plan.tokens) for plan in plans) - 1
         for number, mini_batch in enumerate(self._mini_batches(batch, plans, kl_coef, entropy_coef)):
             if number < progress.updates:
                 continue
@@ -281,9 +277,8 @@ class Updater:
             seen = policy_sums.total("approxkl")
             if train_actor and not isinstance(actor, AbsentEngine):
                 stats["actor"] = self._update_actor(actor, mini_batch, progress, last)
-            with self._sending(last=train_actor and number == final) as progress.sent:
-                if isinstance(critic, ModelEngine):
-                    stats["critic"] = self._update_critic(critic, mini_batch, progress)
+            if isinstance(critic, ModelEngine):
+                stats["critic"] = self._update_critic(critic, mini_batch, progress)
             progress.updates += 1
             if train_actor and self._exceeds_target(policy_sums.total("approxkl") - seen, mini_batch.inputs.tokens):
                 break
@@ -316,7 +311,7 @@ class Updater:
             old_values=rollout.old_values,
             returns=returns,
             mask=rollout.response_mask,
-            clip=self._config.value_clip if isinstance(self._config, ActorCriticConfig) else 0.0,
+            clip=self._algorithm.value_clip,
         )
 
     def _mini_batches(
@@ -326,9 +321,8 @@ class Updater:
         counted = self._correction is None or self._correction.count_masked
         kept = batch.rollout.response_mask if counted else self.policy_loss.kept(batch.rollout)
         kept_per_row = None if counted else plans[0].index.gather(kept.sum(dim=1))
-        positive_per_row = None
-        if isinstance(self._config, VAPOConfig) and self._config.positive_coef:
-            positive_per_row = plans[0].index.gather((positive_tokens(batch.rollout) & kept).sum(dim=1))
+        extra = self._algorithm.extra_tokens(batch.rollout)
+        extra_per_row = None if extra is None else plans[0].index.gather((extra & kept).sum(dim=1))
         learners = {role.world for role in self._roles.learners.values() if role.world.is_member}
         for plan in plans:
             parts = {world: plan.mini_batches(world) for world in learners}
@@ -336,18 +330,10 @@ class Updater:
             for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):
                 rows = plan.rows_of(number)
                 kept_tokens = None if kept_per_row is None else float(kept_per_row[rows].sum())
-                positive = 0.0 if positive_per_row is None else float(positive_per_row[rows].sum())
-                inputs = MiniBatch(tokens, sequences, kl_coef, kept_tokens, positive, entropy_coef)
+                extra_tokens = 0.0 if extra_per_row is None else float(extra_per_row[rows].sum())
+                inputs = MiniBatch(tokens, sequences, kl_coef, kept_tokens, extra_tokens, entropy_coef)
                 micro_batches = {world: of_world[number] for world, of_world in parts.items()}
                 yield _MiniBatchRows(rows, micro_batches, local, plan.index.lengths, inputs)
-
-    def _sending(self, *, last: bool) -> contextlib.AbstractContextManager[TransferTimes | None]:
-        """Context of the critic's update: sends the actor's weights to separate samplers, after the actor's last
-        update."""
-        sampler = self._roles.separate_sampler
-        if not last or sampler is None or self._roles.critic is None:
-            return contextlib.nullcontext()
-        return sampler.sync_ahead()
 
     def _exceeds_target(self, approxkl: torch.Tensor, tokens: float) -> bool:
         """Return True if the mini-batch's mean approxkl exceeds the target, which ends the updates; the same on every
@@ -417,8 +403,6 @@ class Updater:
     def _metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the updates, the same on every rank."""
         values = self._own_metrics(progress)
-        if progress.sent is not None and self._roles.actor.world.is_main:
-            values |= progress.sent.metrics
         return {"rollout/updates": float(progress.updates)} | self._world.merge_dicts(values)
 
     def _own_metrics(self, progress: Progress) -> dict[str, float]:
