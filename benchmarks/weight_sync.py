@@ -1,6 +1,9 @@
 """Weight sync under ZeRO-3: this engine, DeepSpeed's plain ZeRO-3 generation, and this engine without ZeRO.
 
     python -m benchmarks.weight_sync --ranks 2 --model embedded --new_tokens 128
+    python -m benchmarks.weight_sync --ranks 2 --sampling_ranks 2 --tensor_parallel 2 --requests 64
+
+The second command measures a sampler on two ranks of its own, which receives the weights of two ranks that train.
 
 Each rank completes prompts of its own. All three run in turn in one run, several times after a warm-up; the medians
 of the slowest rank are printed. Times of this engine include the weight sync and the release of memory.
@@ -27,8 +30,13 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.separate.broadcast import SyncRanks
+from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.generation import SamplingParams
-from hybrid_rlhf.runtime.world import World, close_world, init_world
+from hybrid_rlhf.runtime.world import World, close_world, create_groups, init_world
+
+_UNMEASURED = 2
+"""Number of first runs: they warm up, and the first two syncs to other ranks are compared by checksums."""
 
 
 def main() -> None:
@@ -39,37 +47,42 @@ def main() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        multiprocessing.spawn(rank_main, (options, folder, port), nprocs=options.ranks)
+        multiprocessing.spawn(rank_main, (options, folder, port), nprocs=options.ranks + options.sampling_ranks)
 
 
 def rank_main(rank: int, options: argparse.Namespace, folder: str, port: int) -> None:
     """One rank, from its environment to the report."""
     os.environ.update(
         RANK=str(rank),
-        WORLD_SIZE=str(options.ranks),
+        WORLD_SIZE=str(options.ranks + options.sampling_ranks),
         LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(options.ranks),
+        LOCAL_WORLD_SIZE=str(options.ranks + options.sampling_ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
     world = init_world()
-    zero3 = actor(folder, 3, world, options)
-    runs: dict[str, Callable[[], None]] = {"this engine, ZeRO-3": lambda: rollout(zero3, options)}
-    if "whole" in options.peers:
-        whole = actor(folder, 0, world, options)
-        runs["this engine, no ZeRO"] = lambda: rollout(whole, options)
-    if "plain" in options.peers:
-        runs["DeepSpeed, plain ZeRO-3"] = lambda: plain_generate(zero3, options)
+    if options.sampling_ranks:
+        measured: HybridEngine | SeparateSampler = separate_sampler(folder, world, options)
+        runs: dict[str, Callable[[], None]] = {"sampler on its own ranks": lambda: rollout(measured, options)}
+    else:
+        zero3 = measured = actor(folder, options.stage, world, options)
+        runs = {f"this engine, ZeRO-{options.stage}": lambda: rollout(zero3, options)}
+        if "whole" in options.peers:
+            whole = actor(folder, 0, world, options)
+            runs["this engine, no ZeRO"] = lambda: rollout(whole, options)
+        if "plain" in options.peers:
+            runs["DeepSpeed, plain ZeRO-3"] = lambda: plain_generate(zero3, options)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     syncs, checks = list[float](), list[float]()
-    for number in range(options.runs + 1):
+    first = next(iter(runs.values()))
+    for number in range(options.runs + _UNMEASURED):
         for name, run in runs.items():
             took = slowest(run, world)
-            if number:  # the first run warms up
+            if number >= _UNMEASURED:
                 seconds[name].append(took)
-                if name.endswith("engine, ZeRO-3"):
-                    syncs.append(zero3.weight_sync_seconds)
-                    checks.append(zero3.weight_check_seconds)
+                if run is first:
+                    syncs.append(max(world.all_gather_objects(measured.weight_sync_seconds)))
+                    checks.append(max(world.all_gather_objects(measured.weight_check_seconds)))
     if world.is_main:
         report(options, seconds, syncs, checks)
     close_world()
@@ -81,6 +94,17 @@ def actor(folder: str, stage: int, world: World, options: argparse.Namespace) ->
     return build_actor(spec, world, rollout=RolloutConfig(tensor_parallel=options.tensor_parallel))
 
 
+def separate_sampler(folder: str, world: World, options: argparse.Namespace) -> SeparateSampler:
+    """A sampler on the last ranks, of an actor on the others."""
+    trains, samples = tuple(range(options.ranks)), tuple(range(options.ranks, world.size))
+    create_groups([trains, samples])
+    own, other = world.part(trains), world.part(samples)
+    spec = EngineSpec("actor", folder, ModelConfig(), ZeroConfig(stage=options.stage), 0, OptimizerConfig())
+    trained = build_actor(spec, own, samples=False) if own.is_member else None
+    rollout = RolloutConfig(tensor_parallel=options.tensor_parallel)
+    return SeparateSampler(trained, world=other, ranks=SyncRanks.of(world, trains, samples), rollout=rollout)
+
+
 def prompts(options: argparse.Namespace) -> list[list[int]]:
     """The same for every rank."""
     generator = torch.Generator().manual_seed(0)
@@ -88,10 +112,11 @@ def prompts(options: argparse.Namespace) -> list[list[int]]:
     return torch.randint(10, 30_000, shape, generator=generator).tolist()  # type: ignore[no-any-return]
 
 
-def rollout(engine: HybridEngine, options: argparse.Namespace) -> None:
+def rollout(engine: HybridEngine | SeparateSampler, options: argparse.Namespace) -> None:
     """Weight sync, generation, release of memory."""
-    with engine.inference(stop_token_ids=()) as generation:
-        generation.generate(prompts(options), SamplingParams(max_new_tokens=options.new_tokens, seed=0))
+    with engine.other_weights(), engine.inference(stop_token_ids=()) as generation:  # sync, though nothing has changed
+        if generation is not None:
+            generation.generate(prompts(options), SamplingParams(max_new_tokens=options.new_tokens, seed=0))
 
 
 @torch.no_grad()
@@ -127,10 +152,11 @@ def report(
 ) -> None:
     """A table, and JSON."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    mine = medians["this engine, ZeRO-3"]
-    groups = options.ranks // options.tensor_parallel
+    mine = next(iter(medians.values()))
+    groups = (options.sampling_ranks or options.ranks) // options.tensor_parallel
     print(
-        f"{options.model}, {options.ranks} ranks, tensor parallel {options.tensor_parallel}, "
+        f"{options.model}, {options.ranks} + {options.sampling_ranks} ranks, ZeRO-{options.stage}, "
+        f"tensor parallel {options.tensor_parallel}, "
         f"{options.requests} prompts of {options.prompt_tokens} tokens per group, {options.new_tokens} new, "
         f"torch {torch.__version__}, median of {options.runs}"
     )
@@ -155,6 +181,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded", help=f"embedded, a folder, or a shape: {', '.join(SHAPES)}")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sampling_ranks", type=int, default=0, help="further ranks, which alone sample")
+    parser.add_argument("--stage", type=int, default=3, help="ZeRO stage")
     parser.add_argument("--tensor_parallel", type=int, default=1)
     parser.add_argument("--requests", type=int, default=16, help="prompts of each tensor-parallel group")
     parser.add_argument("--prompt_tokens", type=int, default=32)

@@ -122,16 +122,6 @@ def test_a_placement_computes_what_one_rank_does(
     assert_same_run(launch_placed(workspace, algorithm, ranks, placement, extra), alone)
 
 
-def test_weights_travel_while_the_critic_learns(workspace: Path) -> None:
-    """Both have learned from the same rollout, and the actor's weights need not wait for the next one."""
-    steps = [line for line in metrics_of(launch_placed(workspace, "ppo", 2, "separation", ())) if "loss/policy" in line]
-    assert len(steps) == 2
-    for line in steps:
-        assert line["time/hidden_weight_sync_seconds"] > 0 and line["time/weight_wait_seconds"] >= 0
-    alone = metrics_of(launch_placed(workspace, "grpo", 2, "separation", (*REFILLED,)))
-    assert not any("time/weight_wait_seconds" in line for line in alone), "nothing computes meanwhile"
-
-
 def assert_same_as_alone(workspace: Path, trials: Sequence[PlacementTrial]) -> None:
     """Trials of equally many ranks run one after the other in the same processes. The watchdog of a run limits the time
     of each phase, so a deadlock fails."""

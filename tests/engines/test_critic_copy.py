@@ -12,8 +12,8 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.builder import build_engine
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.separate.broadcast import SyncRanks, WeightBroadcast
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
-from hybrid_rlhf.engines.separate.received import ReceivedWeights
 from hybrid_rlhf.runtime.world import World, create_groups
 from tests.support.engines import actor_spec, token_rows
 from tests.support.ranks import run_ranks
@@ -30,8 +30,8 @@ def built(
     own, other = map(world.part, (trains, reads))
     spec = replace(actor_spec(path, lr=0.05, **settings), role="critic")
     critic = build_engine(spec, own) if own.is_member else None
-    union = world.part(range(4), own=True)
-    return critic, CriticCopy(critic, world=other, union=union, tensor_parallel=tensor_parallel)
+    ranks = SyncRanks.of(world, trains, reads)
+    return critic, CriticCopy(critic, world=other, ranks=ranks, tensor_parallel=tensor_parallel)
 
 
 def learn(critic: ModelEngine | None) -> None:
@@ -75,13 +75,14 @@ def damaged(world: World, path: Path) -> list[str]:
     """What each rank says of weights that arrive as they were sent, and are put together wrong."""
     critic, copy = built(world, path, 2, {})
     learn(critic)
-    full = ReceivedWeights._full
+    receive = WeightBroadcast.receive
 
-    def wrong(self: Any, tensor: Any, parts: Any) -> Any:
-        return full(self, tensor, parts) * (1 + 9 * (tensor.name == "score.weight"))
+    def wrong(self: Any, **settings: Any) -> Any:
+        for name, values, persistent in receive(self, **settings):
+            yield name, values * (1 + 9 * (name == "score.weight")), persistent
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReceivedWeights, "_full", wrong)
+        patch.setattr(WeightBroadcast, "receive", wrong)
         with pytest.raises(UserError) as caught:
             copy.sync()
     return [str(caught.value)]

@@ -20,15 +20,16 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.engines.partition import base_weights, full_weights
+from hybrid_rlhf.engines.partition import BaseWeight, base_weights, full_weights
 from hybrid_rlhf.engines.residency.rules import ResidencyRules
+from hybrid_rlhf.engines.separate import broadcast
+from hybrid_rlhf.engines.separate.broadcast import Bucket, SyncRanks
 from hybrid_rlhf.engines.separate.joint import JointSampler
-from hybrid_rlhf.engines.separate.plane import WeightPlane
-from hybrid_rlhf.engines.separate.received import ReceivedWeights
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
-from hybrid_rlhf.engines.separate.transfer import WeightTransfer
+from hybrid_rlhf.engines.separate.synced import SyncedWeights
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights
+from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, create_groups
@@ -63,19 +64,19 @@ def build_separate(
     groups = [sampler_ranks[first : first + together] for first in range(0, len(sampler_ranks), together)]
     create_groups([actor_ranks, sampler_ranks, *groups])
     own, other = map(world.part, (actor_ranks, sampler_ranks))
-    union = world.part(actor_ranks + sampler_ranks, own=True)
+    ranks = SyncRanks.of(world, actor_ranks, sampler_ranks)
     actor = None
     if own.is_member:
         spec = actor_spec(path, **({"lr": 0.05} | (settings or {})))
         alone = RolloutConfig(routing_replay=rollout.routing_replay)
         actor = build_actor(spec, own, rollout=alone, samples=samples)
-    return actor, SeparateSampler(actor, world=other, union=union, rollout=rollout, **faults)
+    return actor, SeparateSampler(actor, world=other, ranks=ranks, rollout=rollout, **faults)
 
 
-def plane_of(sampler: SeparateSampler) -> WeightPlane:
-    """What brings it the actor's weights."""
-    assert sampler.plane is not None, "this rank neither trains nor samples"
-    return sampler.plane
+def synced(sampler: SeparateSampler) -> SyncedWeights:
+    """The actor's weights."""
+    assert sampler.weights is not None, "this rank neither trains nor samples"
+    return sampler.weights
 
 
 def learn(actor: HybridEngine | None) -> None:
@@ -130,7 +131,7 @@ def reference(
     if not sampler.world.is_member or weights is None:
         return None
     inference = InferenceWeights(
-        plane_of(sampler).model.described,
+        synced(sampler).model.described,
         world=sampler.generation_world,
         dtype=getattr(torch, case.rollout.dtype if case.rollout.dtype != "auto" else str(weights[0][1].dtype)[6:]),
         quantization=case.rollout.quantization,
@@ -259,40 +260,85 @@ def test_separate_ranks_sample_what_the_actor_would(ranks: int, tmp_path: Path) 
 
 
 def traffic(world: World, path: Path, trains: int, tensor_parallel: int) -> dict[str, Any]:
-    """Bytes that all ranks send in each sync, with and without adapters, and bytes of the model's weights."""
+    """Bytes of the broadcasts of each sync on this rank, with and without adapters, and of the weights."""
+    torch.backends.mkldnn.enabled = False  # nothing is packed, as on a GPU
     told: dict[str, Any] = {}
+    share = World.broadcast
+
+    def counted(self: World, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
+        messages.append(tensor.nbytes)
+        return share(self, tensor, source=source)
+
     for lora in (0, 4):
         rollout = RolloutConfig(tensor_parallel=tensor_parallel)
         settings = {"lora": lora, "stage": 3}
         actor, sampler = build_separate(world, path, trains=trains, rollout=rollout, settings=settings)
         sent = []
         for _ in range(3):
-            sync(sampler)
-            sent.append(sum(world.all_gather_objects(plane_of(sampler).sent_bytes)))
-            sync(sampler)  # of the same version
+            messages: list[int] = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(World, "broadcast", counted)
+                sync(sampler)
+                sync(sampler)  # of the same version
+            sent.append(sum(messages))
             learn(actor)
         told[f"sent {lora}"] = sent
-        weights = plane_of(sampler).model.weights
-        sizes = {tensor.name: 4 * tensor.elements for weight in weights for tensor in weight.tensors}
-        told["adapters"] = sum(size for name, size in sizes.items() if ".lora_" in name)
-        told["base"] = sum(size for name, size in sizes.items() if ".lora_" not in name)
-        told["syncs"] = plane_of(sampler).syncs
+        weights = synced(sampler).model.weights
+        told[f"changed {lora}"] = sum(4 * weight.elements for weight in weights if weight.changes)
+        told["weights"] = sum(4 * weight.elements for weight in weights)
+        told["syncs"] = synced(sampler).syncs
     return told
 
 
 @pytest.mark.parametrize(("ranks", "trains", "tensor_parallel"), [faults(4, 3, 1), (3, 1, 2)])
-def test_only_what_is_needed_travels(ranks: int, trains: int, tensor_parallel: int, on_ranks: OnRanks) -> None:
-    for told in on_ranks(traffic, ranks, "untied", trains, tensor_parallel):
-        receivers = ranks - trains
-        first, second, third = told["sent 4"]
-        assert second == third == receivers * told["adapters"] and told["syncs"] == 3
-        assert first - second == told["sent 0"][0] == told["sent 0"][2]
-        assert 1.0 <= told["sent 0"][0] / told["base"] < 1.02, "ranks share a weight, except for its norms"
+def test_only_what_has_changed_travels(ranks: int, trains: int, tensor_parallel: int, on_ranks: OnRanks) -> None:
+    for rank, told in enumerate(on_ranks(traffic, ranks, "untied", trains, tensor_parallel)):
+        whole, changed = (told[name] * (rank == 0 or rank >= trains) for name in ("weights", "changed 4"))
+        assert told["sent 0"] == [whole] * 3 and told["changed 0"] == told["weights"] and told["syncs"] == 3
+        assert told["sent 4"] == [whole, changed, changed] and told["changed 4"] < told["weights"]
 
 
-DAMAGED, DROPPED = "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.v_proj.weight.lora_B"
+BUCKET = 2**18
+
+
+def held(world: World, path: Path, tensor_parallel: int) -> list[tuple[int, int]]:
+    """Bytes of this rank's inference weights, and the most that it holds besides, in three syncs of packed weights and
+    in three that write in place; nothing on a rank that does not sample."""
+    told = []
+    for packs in (True, False):
+        with torch.backends.mkldnn.flags(enabled=packs), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(broadcast, "BUCKET_ELEMENTS", BUCKET)
+            actor, sampler = build_separate(
+                world, path, trains=1, rollout=RolloutConfig(tensor_parallel=tensor_parallel)
+            )
+            with LiveBytes("cpu") as counter:
+                for _ in range(3):
+                    counter.restart()
+                    synced(sampler).current(lambda decoder: None)
+                    if actor is None:
+                        told.append((counter.live, counter.peak - counter.live))
+                    learn(actor)
+    return told
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_a_rank_that_samples_holds_its_part_and_a_bucket(tensor_parallel: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 300}
+    model = tiny_model(**sizes, num_attention_heads=4, num_key_value_heads=4)
+    whole = sum(4 * parameter.numel() for parameter in model.parameters())
+    folder = save_tiny(tmp_path / "model", model)
+    product = 256 * 1024 // tensor_parallel
+    for told in run_ranks(held, 1 + tensor_parallel, tmp_path / "ranks", folder, tensor_parallel)[1:]:
+        assert len(told) == 6
+        for own, more in told:
+            assert whole / tensor_parallel <= own < 1.1 * whole / tensor_parallel
+            assert more <= 1.05 * 4 * max(BUCKET, 2 * product), "after the last bucket, a product is fused and packed"
+        assert all(more <= 1.05 * 4 * BUCKET for _, more in told[3:]), "or fused"
+
+
+DAMAGED, DROPPED = "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.v_proj.weight"
 FAULTS = {
-    "a bucket corrupted": rf"{DAMAGED} from rank \d differs on rank 2 in the weight sync of update 1",
+    "a bucket corrupted": rf"{DAMAGED} from rank 0 differs on rank 2 in the weight sync of update 1",
     "an adapter dropped": "agree with the training forward .* after the weight sync of update 1, first in layer 1",
     "old weights": "agree with the training forward .* after the weight sync of update 1, first in (the|layer 0)",
     "a rank of other updates": "must have made the same updates, rank 0 has made 1, rank 1 2: resume from a checkpoint",
@@ -318,30 +364,34 @@ def broken(world: World, path: Path) -> list[tuple[str, str]]:
 def _break(fault: str, actor: HybridEngine | None, sampler: SeparateSampler, patch: pytest.MonkeyPatch) -> None:
     if fault == "a rank of other updates" and actor is not None:
         patch.setattr(actor.deepspeed_engine, "global_steps", 1 + actor.world.rank)
-    if fault == "a bucket corrupted":
-        unpacked = WeightTransfer._unpacked
+    if fault == "a bucket corrupted" and actor is None:
+        share, buckets, views = World.broadcast, list[Bucket](), Bucket.views
 
-        def damaged(self: Any, incoming: Any, messages: Any, *, checked: bool) -> Any:
-            for peer, slots in incoming.items():
-                for slot in slots:
-                    if slot.piece.tensor == DAMAGED:
-                        slot.values(messages[peer])[7] += 1e-3
-            return unpacked(self, incoming, messages, checked=checked)
+        def seen(self: Bucket, message: torch.Tensor) -> list[torch.Tensor]:
+            buckets.append(self)
+            return views(self, message)
 
-        patch.setattr(WeightTransfer, "_unpacked", damaged)
+        def damaged(self: World, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
+            share(self, tensor, source=source)
+            for weight, values in zip(buckets[-1].weights, views(buckets[-1], tensor), strict=True):
+                values.view(-1)[7] += 1e-3 * (weight.name == DAMAGED)
+            return tensor
+
+        patch.setattr(Bucket, "views", seen)
+        patch.setattr(World, "broadcast", damaged)
     if fault == "an adapter dropped":
-        full = ReceivedWeights._full
+        merged = BaseWeight.merged
         patch.setattr(
-            ReceivedWeights, "_full", lambda self, tensor, parts: full(self, tensor, parts) * (tensor.name != DROPPED)
+            BaseWeight, "merged", lambda self: self.parameter.detach() if self.name == DROPPED else merged(self)
         )
-    plane = plane_of(sampler)
-    if fault == "old weights" and plane._inference is not None:
-        old = plane.decoder
+    weights = synced(sampler)
+    if fault == "old weights" and weights._inference is not None:
+        old = weights.decoder
 
-        def stale(weights: Any) -> Any:
-            return [old for _ in weights][0]
+        def stale(received: Any) -> Any:
+            return [old for _ in received][0]
 
-        patch.setattr(plane._inference, "build", stale)
+        patch.setattr(weights._inference, "build", stale)
 
 
 def test_faults_stop_all_ranks_by_name(on_ranks: OnRanks) -> None:
@@ -357,9 +407,9 @@ def checksums(world: World, path: Path) -> dict[bool, list[int]]:
     for always in (False, True):
         actor, sampler = build_separate(world, path, trains=1, check_weights=always)
         told[always] = []
-        for index in range(4):
+        for _ in range(4):
             sync(sampler)
-            told[always].append(len(plane_of(sampler)._transfers[index == 0].checksums))
+            told[always].append(len(synced(sampler)._broadcast.checksums))
             learn(actor)
     return told
 
@@ -372,6 +422,33 @@ def test_the_first_two_syncs_have_checksums_or_all(on_ranks: OnRanks) -> None:
 def sampled_by(generation: GenerationEngine | None) -> list[list[int]]:
     """Greedy tokens; nothing on a rank that does not sample."""
     return [] if generation is None else [samples[0].token_ids for samples in generation.generate(PROMPTS, GREEDY)]
+
+
+def under_other_weights(world: World, path: Path) -> tuple[list[list[list[int]]], int]:
+    """Tokens before, with and after other weights of the same version, and the syncs of the last two."""
+    actor, sampler = build_separate(world, path, trains=1, rollout=RolloutConfig(kv_cache_gib=0.01))
+    told = []
+
+    def rollout_now() -> None:
+        with sampler.inference(stop_token_ids=()) as generation:
+            told.append(sampled_by(generation))
+
+    rollout_now()
+    before, parameters = synced(sampler).syncs, [] if actor is None else [p.data for p in actor.module.parameters()]
+    kept = [values.clone() for values in parameters]
+    with sampler.other_weights():
+        for values in parameters:
+            values.mul_(1.5)
+        rollout_now()
+    for values, old in zip(parameters, kept, strict=True):
+        values.copy_(old)
+    rollout_now()
+    return told, synced(sampler).syncs - before
+
+
+def test_other_weights_of_the_same_version_are_synced(on_ranks: OnRanks) -> None:
+    _, ((now, other, again), syncs) = on_ranks(under_other_weights, 2, "tied")
+    assert now == again and other != now and syncs == 2
 
 
 REFUSED = {
@@ -430,7 +507,7 @@ def test_the_actor_replays_routes_of_the_sampler(on_ranks: OnRanks) -> None:
 def rounded(world: World, path: Path) -> None:
     """A sampler that sends two tokens to other experts than the training forward does."""
     actor, sampler = build_separate(world, path, trains=1, max_logprob_diff=1e-5)
-    inference, sent = plane_of(sampler)._inference, list[bool]()
+    inference, sent = synced(sampler)._inference, list[bool]()
     if inference is not None:
         right = inference.build
 
@@ -477,7 +554,7 @@ def beside_others(world: World, path: Path) -> list[tuple[bool, int, list[Any]]]
         for _ in range(2):
             with sampler.inference(stop_token_ids=()) as generation:
                 sampled.append(sampled_by(generation))
-        told.append((sampler._backend is not None, plane_of(sampler).syncs, sampled))
+        told.append((sampler._backend is not None, synced(sampler).syncs, sampled))
     return told
 
 
@@ -488,29 +565,29 @@ def test_a_sampler_that_shares_its_ranks_frees_its_cache_alone(on_ranks: OnRanks
 
 
 def lost(world: World, path: Path, folder: Path, ends: str) -> tuple[str, float, int]:
-    """A rank that sends ends around a sync; what the others raise, after how long, and the version that they have."""
+    """The rank that sends ends around a sync; what the others raise, after how long, and the version that they have."""
     actor, sampler = build_separate(world, path, trains=2, settings={"stage": 3})
     sync(sampler)
     learn(actor)
     world.barrier()
 
     def end(*_: Any, **__: Any) -> None:
-        (folder / "1.pkl").write_bytes(pickle.dumps(None))
+        (folder / "0.pkl").write_bytes(pickle.dumps(None))
         os._exit(0)
 
-    if world.rank == 1:
-        vars(plane_of(sampler)._transfers[False])["send"] = end
+    if world.rank == 0:
+        vars(synced(sampler)._broadcast)["send"] = end
         if ends == "before the sync":
             end()
     start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         sync(sampler)
-    return str(caught.value), time.monotonic() - start, plane_of(sampler)._held_version
+    return str(caught.value), time.monotonic() - start, synced(sampler)._held_version
 
 
 @pytest.mark.parametrize("ends", ["in the transfer", faults("before the sync")])
 def test_a_rank_that_ends_stops_the_others(ends: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    first, _, third = on_ranks(lost, 3, "untied", tmp_path / "ranks", ends)
-    for said, seconds, _ in (first, third):
+    _, second, third = on_ranks(lost, 3, "untied", tmp_path / "ranks", ends)
+    for said, seconds, _ in (second, third):
         assert seconds < 60 and said
     assert third[2] in (0, -1), "not that of weights that did not arrive"

@@ -25,10 +25,7 @@ _TIME = "time/"
 _SECONDS = "_seconds"
 _MEMORY = "memory/"
 _GIB = "_gib"
-_NOT_PHASES = (
-    "time/step_seconds",
-    "time/hidden_generation_seconds",
-)
+_NOT_PHASES = ("time/step_seconds", "time/hidden_generation_seconds")
 """Metrics that are not phases: the sum of the phases, and concurrent work."""
 
 

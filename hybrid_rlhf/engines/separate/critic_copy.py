@@ -1,6 +1,6 @@
 """The critic's values from inference weights, on ranks that do not train the critic.
 
-The copy receives the critic's weights before it computes (plane.py), and gives the same values as the training module
+The copy receives the critic's weights before it computes (synced.py), and gives the same values as the training module
 (generation/scoring.py). The critic's ranks then only train it, and need not wait.
 """
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.engine import ModelEngine
-from hybrid_rlhf.engines.separate.plane import PlaneSettings, WeightPlane
+from hybrid_rlhf.engines.separate.broadcast import SyncRanks
+from hybrid_rlhf.engines.separate.synced import SyncedWeights, SyncSettings
 from hybrid_rlhf.functional.logprobs import agreement
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.scoring import InferenceScorer, described_scorer
@@ -28,24 +29,24 @@ class CriticCopy:
         critic: ModelEngine | None,
         *,
         world: World,
-        union: World,
+        ranks: SyncRanks,
         tensor_parallel: int = 1,
         check_weights: bool = False,
     ) -> None:
-        """Plan the transfer. Every rank of the run makes this call, after `create_groups`.
+        """Plan the inference weights. Every rank of the run makes this call, after `create_groups`.
 
         Args:
             critic: engine of the critic; none on ranks that do not train it.
             world: ranks that compute values; none of them trains the critic.
-            union: these ranks and the critic's, in a process group that nothing else uses.
+            ranks: these ranks and the critic's.
             tensor_parallel: number of ranks that share one copy.
             check_weights: faults.check_weights of the config.
 
         Raises:
-            UserError: on every rank of `union`, when the critic has no inference weights for such groups.
+            UserError: on every rank of critic and copy, when the critic has no inference weights for such groups.
         """
         self.world = world
-        self._union = union
+        self._ranks = ranks
         self._critic = critic
         group = world.split(tensor_parallel)
         self.tensor_parallel = group.size
@@ -53,13 +54,13 @@ class CriticCopy:
         self.reports_rows = group.is_main
         """True if the results of this rank count, among those that compute the same rows."""
         self._scorer: InferenceScorer | None = None
-        self._plane: WeightPlane | None = None
-        if union.is_member:
-            settings = PlaneSettings(
+        self._weights: SyncedWeights | None = None
+        if ranks.union.is_member:
+            settings = SyncSettings(
                 "critic", "placement.critic_copy", describe=described_scorer, check_weights=check_weights
             )
-            self._plane = WeightPlane(
-                critic, settings, union=union, group=group if world.is_member else None, release=self._release
+            self._weights = SyncedWeights(
+                critic, settings, ranks=ranks, group=group if world.is_member else None, release=self._release
             )
 
     def sync(self) -> None:
@@ -69,7 +70,7 @@ class CriticCopy:
             UserError: on every rank of critic and copy, when weights arrive damaged, or their values differ from the
                 critic's.
         """
-        decoder = None if self._plane is None else self._plane.current(self._verify)
+        decoder = None if self._weights is None else self._weights.current(self._verify)
         self._scorer = None if decoder is None else InferenceScorer(decoder)
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -83,28 +84,27 @@ class CriticCopy:
     @torch.no_grad()
     def _verify(self, decoder: Decoder | None) -> None:
         """Raise UserError if the values of fixed tokens differ from those of the critic's forward."""
-        plane = self._plane
+        weights = self._weights
         critic = self._critic
-        assert plane is not None
-        ids = torch.tensor([probe_tokens(plane.model.described.architecture.vocab_size)], device=self.world.device)
-        expected = plane.of_trained(None if critic is None else critic(ids, ids >= 0)[0].cpu())
-        assert expected is not None
+        assert weights is not None
+        ids = torch.tensor([probe_tokens(weights.model.described.architecture.vocab_size)], device=self.world.device)
+        expected: Tensor = self._ranks.of_source(None if critic is None else critic(ids, ids >= 0)[0].cpu())
         if not bool(expected.isfinite().all()):
             return  # the weights are not finite, which the loop reports
-        with shared_user_errors(self._union):
+        with shared_user_errors(self._ranks.union):
             if decoder is not None:
                 values = InferenceScorer(decoder)(ids, ids >= 0)[0]
                 unit = max(1.0, float(expected.abs().mean()))  # rounding of large values is large
                 result = agreement(
                     values / unit,
                     expected=expected / unit,
-                    dtype=plane.dtype,
+                    dtype=weights.dtype,
                     low_precision=LOW_PRECISION_TOLERANCE,
                     magnitude=1.0,
                 )
                 require(
                     result.holds,
                     f"the critic's copy must agree with its training forward to {result.tolerance * unit:.3g}, values "
-                    f"differ by {result.measured * unit:.3g} after update {plane.version}: report the model, or leave "
-                    "placement.critic_copy out",
+                    f"differ by {result.measured * unit:.3g} after update {weights.version}: report the model, or "
+                    "leave placement.critic_copy out",
                 )

@@ -1,8 +1,8 @@
 """A sampler on separate ranks: it generates with the actor's weights, which it receives after each update.
 
 If the actor samples on its training ranks, engines/hybrid.py is used instead. Here the sampling ranks have no training
-model, and receive the weights through a plane (plane.py). All ranks of actor and sampler enter `inference`. After each
-transfer, the actor's forward checks the weights.
+model, and receive the weights (synced.py). All ranks of actor and sampler enter `inference`. After each sync, the
+actor's forward checks the weights.
 
 Inference weights stay in memory between rollouts, unless `rollout.keep_weights` is false. KV cache and CUDA graphs also
 stay if no other role computes on these ranks. With a lag they always stay: a sync writes into the weights of a batch
@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +25,8 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.engines.sampling_engine import backend_maker, groups_of
-from hybrid_rlhf.engines.separate.plane import PlaneSettings, WeightPlane
+from hybrid_rlhf.engines.separate.broadcast import SyncRanks
+from hybrid_rlhf.engines.separate.synced import SyncedWeights, SyncSettings
 from hybrid_rlhf.engines.weight_check import Rerouted, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
@@ -34,8 +34,6 @@ from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.runtime.world import World
-
-T = TypeVar("T")
 
 
 class SeparateSampler:
@@ -46,18 +44,18 @@ class SeparateSampler:
         actor: HybridEngine | None,
         *,
         world: World,
-        union: World,
+        ranks: SyncRanks,
         rollout: RolloutConfig | None = None,
         max_logprob_diff: float | None = None,
         check_weights: bool = False,
         residency: RoleResidency | None = None,
     ) -> None:
-        """Plan the transfer. Every rank of the run makes this call, after `create_groups`.
+        """Plan the inference weights. Every rank of the run makes this call, after `create_groups`.
 
         Args:
             actor: engine of the actor; none on ranks that do not train it.
             world: ranks that sample; none of them trains the actor.
-            union: these ranks and the actor's.
+            ranks: these ranks and the actor's.
             rollout: settings of generation; none: the defaults.
             max_logprob_diff: faults.max_logprob_diff of the config.
             check_weights: faults.check_weights of the config.
@@ -65,13 +63,13 @@ class SeparateSampler:
                 roles.
 
         Raises:
-            UserError: on every rank of `union`, when the model has no inference weights, or a rollout setting needs a
-                sampler on the actor's ranks.
+            UserError: on every rank of actor and sampler, when the model has no inference weights, or a rollout setting
+                needs a sampler on the actor's ranks.
         """
         self.world = world
         self.device = world.device
         """Device of this rank."""
-        self._union = union
+        self._ranks = ranks
         self._actor = actor
         self._rollout = rollout or RolloutConfig()
         self.samples_while_training = self._rollout.max_lag > 0
@@ -81,7 +79,7 @@ class SeparateSampler:
         """Number of `generation_world`s, and the index of this rank's; None: it does not sample."""
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
-        self.max_logprob_diff = math.inf  # for ranks outside `union`, which compare nothing
+        self.max_logprob_diff = math.inf  # on ranks without actor and sampler, which compare nothing
         if residency is None:
             rules = ResidencyRules.of_rollout(self._rollout, cuda=world.device.type == "cuda")
             residency = rules.sampler(shares_ranks=False)
@@ -89,17 +87,16 @@ class SeparateSampler:
         self._keeps_cache = residency.stays("KV cache")
         self._make_backend = backend_maker(self._rollout)
         self._backend: NativeBackend | None = None
-        self.plane: WeightPlane | None = None
-        """Transfer of the weights; none on a rank with neither actor nor sampler."""
-        if union.is_member:
-            self.plane = self._planned(max_logprob_diff, check_weights=check_weights)
+        self.weights: SyncedWeights | None = None
+        """The actor's weights; none on a rank with neither actor nor sampler."""
+        if ranks.union.is_member:
+            self.weights = self._planned(max_logprob_diff, check_weights=check_weights)
 
-    def _planned(self, max_logprob_diff: float | None, *, check_weights: bool) -> WeightPlane:
-        """Return the plane of the actor's weights; also sets up their check."""
-        union = self._union
+    def _planned(self, max_logprob_diff: float | None, *, check_weights: bool) -> SyncedWeights:
+        """Return the actor's weights; also sets up their check."""
         rollout = self._rollout
         _check_rollout(rollout)
-        settings = PlaneSettings(
+        settings = SyncSettings(
             "actor",
             "placement.sampler",
             dtype=DTYPES.get(rollout.dtype),
@@ -110,12 +107,14 @@ class SeparateSampler:
         group = self.generation_world if self.world.is_member else None
         # running completions of a stream keep their cache when packed weights are built anew
         release = (lambda: None) if self.samples_while_training else self._release_cache
-        plane = WeightPlane(self._actor, settings, union=union, group=group, release=release)
+        weights = SyncedWeights(self._actor, settings, ranks=self._ranks, group=group, release=release)
         quantised = rollout.quantization is not None
-        model = plane.model
-        self.max_logprob_diff = logprob_limit(max_logprob_diff, model.dtype, plane.dtype, quantised=quantised)
-        self._check = WeightCheck(union, max_logprob_diff, quantised=quantised, remedy="leave placement.sampler out")
-        return plane
+        training = weights.model.dtype
+        self.max_logprob_diff = logprob_limit(max_logprob_diff, training, weights.dtype, quantised=quantised)
+        self._check = WeightCheck(
+            self._ranks.union, max_logprob_diff, quantised=quantised, remedy="leave placement.sampler out"
+        )
+        return weights
 
     @property
     def weight_version(self) -> int:
@@ -123,7 +122,7 @@ class SeparateSampler:
         first."""
         if self._actor is not None:
             return self._actor.weight_version
-        return -1 if self.plane is None else self.plane.version
+        return -1 if self.weights is None else self.weights.version
 
     @contextlib.contextmanager
     def inference(
@@ -157,10 +156,7 @@ class SeparateSampler:
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
-        """Context in which the actor temporarily has other weights; the next syncs transfer weights.
-
-        Needed only on the actor's ranks.
-        """
+        """Context in which the actor temporarily has other weights; the next syncs send them."""
         self._force()
         try:
             yield
@@ -173,48 +169,48 @@ class SeparateSampler:
         stop_token_ids: tuple[int, ...] | None,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> GenerationEngine:
-        plane = self.plane
-        assert plane is not None, "called on ranks that sample only"
+        weights = self.weights
+        assert weights is not None, "called on ranks that sample only"
         return GenerationEngine(
             backend,
-            stop_token_ids=plane.model.stop_token_ids if stop_token_ids is None else stop_token_ids,
+            stop_token_ids=weights.model.stop_token_ids if stop_token_ids is None else stop_token_ids,
             tokenizer=tokenizer,
-            weight_version=plane.version,
+            weight_version=weights.version,
             keeps_backend=True,
         )
 
     def _synced_decoder(self) -> Decoder | None:
         """Return the decoder of the actor's current weights; None on a rank that does not sample."""
-        if self.plane is None:
+        if self.weights is None:
             return None
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         start = time.perf_counter()
-        decoder = self.plane.current(self._verify)
+        decoder = self.weights.current(self._verify)
         self.weight_sync_seconds = time.perf_counter() - start - self.weight_check_seconds
         return decoder
 
     def _verify(self, decoder: Decoder | None) -> None:
         """Use new weights in the backend, and compare their log-probs with those of the actor's forward."""
-        plane = self.plane
+        weights = self.weights
         actor = self._actor
-        assert plane is not None
+        assert weights is not None
         if self._backend is not None and decoder is not None:
             self._backend.sync_weights(decoder)
         start = time.perf_counter()
-        vocab_size = plane.model.described.architecture.vocab_size
-        probe = _SentProbe(plane, None if actor is None else TrainingProbe(actor, vocab_size))
-        self._check(decoder, probe, updates=plane.version)
+        vocab_size = weights.model.described.architecture.vocab_size
+        probe = _SentProbe(self._ranks, None if actor is None else TrainingProbe(actor, vocab_size))
+        self._check(decoder, probe, updates=weights.version)
         self.weight_check_seconds = time.perf_counter() - start
 
     def _force(self) -> None:
-        if self.plane is not None:
-            self.plane.force()
+        if self.weights is not None:
+            self.weights.force()
 
     def _release(self) -> None:
         """Release inference weights, KV cache and CUDA graphs."""
         self._release_cache()
-        if self.plane is not None:
-            self.plane.release()
+        if self.weights is not None:
+            self.weights.release()
 
     def _release_cache(self) -> None:
         backend = self._backend
@@ -226,28 +222,23 @@ class SeparateSampler:
 class _SentProbe:
     """A Probe on the ranks of actor and sampler: results of the actor's first rank are broadcast."""
 
-    def __init__(self, plane: WeightPlane, probe: TrainingProbe | None) -> None:
-        self._plane = plane
+    def __init__(self, ranks: SyncRanks, probe: TrainingProbe | None) -> None:
+        self._ranks = ranks
         self._probe = probe
 
     def logprobs(self) -> Tensor:
         """Return the log-probs [P - 1] of all tokens except the first."""
-        return self._of_trained(None if self._probe is None else self._probe.logprobs().cpu())
+        return self._ranks.of_source(None if self._probe is None else self._probe.logprobs().cpu())
 
     def rerouted(self, routes: Tensor) -> Rerouted:
         """Return the result with experts [P - 1, E, k] forced for all tokens except the last."""
         result = None if self._probe is None else self._probe.rerouted(routes)
-        return self._of_trained(None if result is None else replace(result, logprobs=result.logprobs.cpu()))
+        return self._ranks.of_source(None if result is None else replace(result, logprobs=result.logprobs.cpu()))
 
     def states(self) -> list[Tensor] | None:
         """Return hidden states [P, H] before the first layer and after each; None if the layers are unknown."""
         states = None if self._probe is None else self._probe.states()
-        return self._plane.of_trained(None if states is None else [state.cpu() for state in states])
-
-    def _of_trained(self, value: T | None) -> T:
-        sent = self._plane.of_trained(value)
-        assert sent is not None, "the first rank that trains has a value"
-        return sent
+        return self._ranks.of_source(None if states is None else [state.cpu() for state in states])
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:

@@ -157,11 +157,7 @@ class InferenceWeights:
                 memory stays valid and unchanged after this call, so that a view of it is enough. An update in place
                 needs only the weights that have changed.
         """
-        for name, weight, persistent in weights:
-            if isinstance(weight, FourBitWeight):
-                self._load_four_bit(name, weight, persistent=persistent)
-            else:
-                self._load(name, weight.detach(), persistent=persistent)
+        self._load_all(weights)
         if self._decoder is not None:
             self._decoder.refresh()
             return self._decoder
@@ -169,6 +165,14 @@ class InferenceWeights:
         if self.in_place:
             self._decoder = decoder
         return decoder
+
+    def _load_all(self, weights: Iterable[tuple[str, Tensor | FourBitWeight, bool]]) -> None:
+        """Load weights; keeps none of those that are not persistent, so their memory is free for the assembly."""
+        for name, weight, persistent in weights:
+            if isinstance(weight, FourBitWeight):
+                self._load_four_bit(name, weight, persistent=persistent)
+            else:
+                self._load(name, weight.detach(), persistent=persistent)
 
     def _load(self, name: str, tensor: Tensor, *, persistent: bool) -> None:
         for key, index, pick in self.targets[name]:

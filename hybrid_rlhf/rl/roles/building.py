@@ -14,6 +14,7 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine, b
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
+from hybrid_rlhf.engines.separate.broadcast import SyncRanks
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.reader import InferenceReader
@@ -149,19 +150,19 @@ class _Builder:
             )
         if not placement.separate_sampler:
             return None
-        union = self._union("actor", "sampler")
+        ranks = self._sync_ranks("actor", "sampler")
         trained = actor if isinstance(actor, HybridEngine) else None
         with shared_user_errors(self._run.world):
             separate = SeparateSampler(
                 trained,
                 world=self._part("sampler"),
-                union=union,
+                ranks=ranks,
                 rollout=self._rollout,
                 max_logprob_diff=faults.max_logprob_diff,
                 check_weights=faults.check_weights,
                 residency=self._residency["sampler"],
             )
-        return JointSampler(separate, trained, world=union) if placement.with_actor else separate
+        return JointSampler(separate, trained, world=ranks.union) if placement.with_actor else separate
 
     def critic(self, path: str, actor: Actor) -> Engine:
         config = self._config
@@ -176,12 +177,12 @@ class _Builder:
     def critic_copy(self, critic: Engine) -> CriticCopy | None:
         if CRITIC_COPY not in self._placement.roles:
             return None
-        union = self._union("critic", CRITIC_COPY)
+        ranks = self._sync_ranks("critic", CRITIC_COPY)
         with shared_user_errors(self._run.world):
             return CriticCopy(
                 critic if isinstance(critic, ModelEngine) else None,
                 world=self._part(CRITIC_COPY),
-                union=union,
+                ranks=ranks,
                 tensor_parallel=self._placement[CRITIC_COPY].tensor_parallel,
                 check_weights=self._config.faults.check_weights,
             )
@@ -238,10 +239,9 @@ class _Builder:
         facts = self._facts(engine, part)
         return AbsentEngine(spec.role, part, facts) if engine is None else engine
 
-    def _union(self, trained: str, copy: str) -> World:
-        """The ranks of both, in a separate group, so that weights may travel during other collectives."""
-        both = sorted({*self._placement[trained].ranks, *self._placement[copy].ranks})
-        return self._run.world.part(both, own=True)
+    def _sync_ranks(self, trained: str, copy: str) -> SyncRanks:
+        """The ranks of a model, and those of its inference weights."""
+        return SyncRanks.of(self._run.world, self._placement[trained].ranks, self._placement[copy].ranks)
 
     def _part(self, name: str) -> World:
         return self._run.world.part(self._placement[name].ranks)

@@ -402,8 +402,7 @@ class Updater:
 
     def _metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the updates, the same on every rank."""
-        values = self._own_metrics(progress)
-        return {"rollout/updates": float(progress.updates)} | self._world.merge_dicts(values)
+        return {"rollout/updates": float(progress.updates)} | self._world.merge_dicts(self._own_metrics(progress))
 
     def _own_metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the roles whose first rank this is; every rank of a role calls."""

@@ -1,0 +1,181 @@
+"""Inference weights on some ranks that follow a model trained on other ranks.
+
+The receiving ranks have no training model. All ranks exchange their versions before each use, and the weights are sent
+if versions differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.engines.separate.broadcast import SyncRanks, TrainedModel, WeightBroadcast, compare_checksums
+from hybrid_rlhf.generation.architecture.hugging_face import NotDescribed
+from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.ops.quantisation import Quantization
+from hybrid_rlhf.generation.weights.inference_weights import DescribedModel, DescribeModel, InferenceWeights
+from hybrid_rlhf.runtime.world import World, shared_user_errors
+
+_CHECKED_SYNCS = 2
+"""Number of first syncs that are checked by checksums."""
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """Settings of SyncedWeights."""
+
+    role: Role
+    key: str
+    """Config key that is named in errors."""
+    describe: DescribeModel = DescribedModel.of
+    dtype: torch.dtype | None = None
+    """Dtype of the inference weights; none: that of training."""
+    in_place: bool = True
+    """As in InferenceWeights."""
+    quantization: Quantization | None = None
+    check_weights: bool = False
+    """faults.check_weights of the config."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """Record that all ranks exchange before a sync."""
+
+    version: int
+    """Version of the trained weights, or of the received ones; -1: they must be sent again."""
+    trains: bool
+    needs_all: bool
+    """True if this rank receives, and has no weights that it can update in place."""
+
+
+class SyncedWeights:
+    """Keeps inference weights equal to the trained weights of other ranks."""
+
+    def __init__(
+        self,
+        trained: ModelEngine | None,
+        settings: SyncSettings,
+        *,
+        ranks: SyncRanks,
+        group: World | None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Describe the model, and plan the inference weights. Every rank of the union makes this call.
+
+        Args:
+            trained: engine of the model; none on ranks that do not train it.
+            settings: settings of the inference weights.
+            ranks: the training and the receiving ranks.
+            group: tensor-parallel group of this rank; none on a rank that does not receive.
+            release: releases the users of the decoder, before another decoder replaces it.
+
+        Raises:
+            UserError: on every rank, when the model has no inference weights for such groups.
+        """
+        self._trained = trained
+        self._settings = settings
+        self._ranks = ranks
+        self._release_users = release
+        is_source = trained is not None and trained.world.is_main
+        with shared_user_errors(ranks.union):
+            model = self._described(trained) if is_source and trained is not None else None
+        self.model: TrainedModel = ranks.of_source(model)
+        self.dtype = settings.dtype or self.model.dtype
+        with shared_user_errors(ranks.union):
+            self._inference = None if group is None else self._planned(group)
+        self._broadcast = WeightBroadcast(ranks, self.model)
+        self.decoder: Decoder | None = None
+        """Decoder of the weights that arrived last."""
+        self.version = -1
+        """Number of optimizer updates of the weights at the last exchange."""
+        self.syncs = 0
+        """Number of syncs so far."""
+        self._held_version = -1
+
+    def _described(self, trained: ModelEngine) -> TrainedModel:
+        try:
+            return TrainedModel.of(trained.lm, self._settings.describe)
+        except NotDescribed as error:
+            raise self._unsupported(error) from error
+
+    def _planned(self, group: World) -> InferenceWeights:
+        settings = self._settings
+        try:
+            return InferenceWeights(
+                self.model.described,
+                world=group,
+                dtype=self.dtype,
+                in_place=settings.in_place,
+                quantization=settings.quantization,
+            )
+        except NotDescribed as error:
+            raise self._unsupported(error) from error
+
+    def _unsupported(self, reason: NotDescribed) -> UserError:
+        key = self._settings.key
+        return UserError(
+            f"{key} needs inference weights, the {self._settings.role}'s model has none ({reason}): leave {key} out"
+        )
+
+    def current(self, verify: Callable[[Decoder | None], None]) -> Decoder | None:
+        """Return the decoder of the current weights; None on a rank that does not receive. Every rank of the union
+        makes this call.
+
+        Args:
+            verify: called on every rank after a sync, before the weights are used.
+
+        Raises:
+            UserError: on every rank, when the weights arrived damaged, or ranks have made different updates.
+        """
+        trained = self._trained
+        version = self._held_version if trained is None else trained.weight_version
+        updates_in_place = self._inference is None or (self._inference.in_place and self.decoder is not None)
+        states = self._ranks.union.all_gather_objects(_State(version, trained is not None, not updates_in_place))
+        self.version = self._agreed_version(states)
+        if any(state.version != self.version for state in states):
+            self._sync(everything=any(state.needs_all for state in states))
+            verify(self.decoder)
+        return self.decoder
+
+    def force(self) -> None:
+        """Receive the weights at the next use even if the version is the same. Every rank that receives makes this
+        call."""
+        self._held_version = -1
+
+    def release(self) -> None:
+        """Release the inference weights. Users of the decoder keep theirs."""
+        self.decoder = None
+        self.force()
+
+    def _agreed_version(self, states: list[_State]) -> int:
+        """Return the version of the training ranks."""
+        versions = {
+            rank: state.version for rank, state in zip(self._ranks.union.members, states, strict=True) if state.trains
+        }
+        first = versions[self._ranks.source]
+        for rank, version in versions.items():
+            if version != first:
+                raise UserError(
+                    f"ranks of the {self._settings.role} must have made the same updates, rank {self._ranks.source} "
+                    f"has made {first}, rank {rank} {version}: resume from a checkpoint"
+                )
+        return first
+
+    def _sync(self, *, everything: bool) -> None:
+        self.syncs += 1
+        checked = self._settings.check_weights or self.syncs <= _CHECKED_SYNCS
+        if self._trained is not None:
+            self._broadcast.send(self._trained.lm, everything=everything, checked=checked)
+        if self._inference is not None:
+            self._held_version = -1  # not valid until the weights are complete
+            if not self._inference.in_place:
+                self._release_users()
+                self.decoder = None
+            self.decoder = self._inference.build(self._broadcast.receive(everything=everything, checked=checked))
+            self._held_version = self.version
+        if checked:
+            compare_checksums(self._ranks, self._broadcast.checksums, update=self.version)
