@@ -200,7 +200,6 @@ def shown_placement(record: dict[str, Any]) -> str:
     for name, keys in record["placement"].items():
         zero, together = keys.get("zero", 0), keys.get("tensor_parallel", 1)
         roles.append(f"{name} {keys['ranks']}" + f" ZeRO-{zero}" * bool(zero) + f" TP {together}" * (together > 1))
-        roles[-1] += " with the actor" * bool(keys.get("with_actor"))
     settings = [f"{key} {str(value).lower()}" for key, value in record["settings"].items()]
     return ", ".join(roles + settings)
 

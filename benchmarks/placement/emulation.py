@@ -24,7 +24,6 @@ from benchmarks.placement.runs import RunTimes, timed_run
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import derive_seed
@@ -50,8 +49,6 @@ class Emulation:
     sampling: tuple[float, ...]
     """Of each group."""
     weight_sync: float
-    with_actor: bool
-    """Whether the actor's ranks sample beside a sampler's."""
     gather: float
     lengths: tuple[int, ...]
     """Tokens of each completion of the job."""
@@ -73,7 +70,6 @@ class Emulation:
             job.config.algorithm.mini_batches,
             tuple(work.seconds for work in costs.sampling(plan, rows_at_once=rows_at_once)),
             costs.weight_sync(plan).seconds,
-            plan.placement.with_actor,
             costs.messages("gather").seconds,
             job.lengths.completions,
             shrink,
@@ -115,8 +111,6 @@ class _Emulator:
         self._in_backward: dict[str, int] = {}
         """By role: tokens of the forward that its next backward belongs to."""
         self._syncing = False
-        # with both, one context enters those of both
-        self._samplers = [JointSampler] if emulation.with_actor else [HybridEngine, SeparateSampler]
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -127,7 +121,7 @@ class _Emulator:
                 (ModelEngine, "backward", self._backward),
                 (ModelEngine, "step", self._step),
                 (GenerationEngine, "generate", self._generate),
-                *((owner, "inference", self._inference) for owner in self._samplers),
+                *((owner, "inference", self._inference) for owner in (HybridEngine, SeparateSampler)),
                 (RolloutSampler, "held", self._gather),
             ):
                 stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))

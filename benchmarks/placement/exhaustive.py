@@ -88,9 +88,9 @@ def family(search: Search) -> list[Candidate]:
     """All placements of the family that fit; flattening first."""
     job, cluster = search.costs.job, search.costs.cluster
     plans = [
-        plan_of(job, layout, {}, sampling=sampling)
+        plan_of(job, layout, {}, together=together)
         for layout in layouts(job, cluster)
-        for sampling in samplings(job, layout, cluster)
+        for together in samplings(job, layout, cluster)
     ]
     return [found for found in map(search.evaluate, plans) if found.time is not None]
 

@@ -41,7 +41,6 @@ from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.learning_rates import Learning, derived_rate, lr_factor
 from hybrid_rlhf.engines.partition import gathered, set_weights, share_weights
 from hybrid_rlhf.engines.residency.rules import RoleResidency
-from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.models.distillation import Student, Teacher
 from hybrid_rlhf.models.expert_parallel import (
     expert_layers,
@@ -65,7 +64,7 @@ from hybrid_rlhf.models.routers.losses import router_loss
 from hybrid_rlhf.models.structure import has_mixture, layer_matrices, listed_mixtures
 from hybrid_rlhf.models.weight_split import SplitRanks, split_of
 from hybrid_rlhf.runtime.observability.logs import logger
-from hybrid_rlhf.runtime.world import World, shared_user_errors
+from hybrid_rlhf.runtime.world import World
 
 ARCHITECTURE: dict[Role, Architecture] = {
     "actor": "causal_lm",
@@ -155,22 +154,6 @@ def build_actor(
         HybridEngine, rollout=rollout, max_logprob_diff=max_logprob_diff, samples=samples, residency=residency
     )
     return _build(hybrid, spec, world)
-
-
-def build_reader(spec: EngineSpec, world: World, *, tensor_parallel: int) -> InferenceReader:
-    """Load a frozen model into inference weights that are split over the ranks of a tensor-parallel group.
-
-    Every rank makes this call, after `create_groups`.
-
-    Raises:
-        UserError: on every rank of a group, when the model cannot be loaded, or has no inference weights for this
-            number of ranks.
-    """
-    group = world.split(tensor_parallel)
-    with shared_user_errors(group):
-        dtype = training_dtype(spec.model, world.device)
-        lm, _ = load_model(spec.path, ARCHITECTURE[spec.role], config=spec.model, dtype=dtype, heads=None)
-    return InferenceReader(spec.role, lm.eval(), world=world, group=group)
 
 
 def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) -> EngineT:

@@ -2,8 +2,8 @@
 
 Roles are divided into those on all ranks and groups on disjoint ranges of consecutive ranks, the largest range first,
 so that ranges begin at hosts where sizes allow; a separate sampler is in another group than the actor. With this come
-ZeRO stages, tensor parallelism of the sampler and of frozen roles, the actor's ranks as further samplers, and settings
-that offload. HybridFlow (arXiv 2409.19256, algorithm 1) enumerates the same set partitions, without roles on all ranks.
+ZeRO stages, tensor parallelism of the sampler, and settings that offload. HybridFlow (arXiv 2409.19256, algorithm 1)
+enumerates the same set partitions, without roles on all ranks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ class Sharding(NamedTuple):
     """How the ranks of a role share its weights."""
 
     zero: ZeroStage
-    tensor_parallel: int = 1
-    """Size of the tensor-parallel groups of a frozen role."""
 
 
 class Offload(NamedTuple):
@@ -103,7 +101,7 @@ def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
                         yield _placed(job, everywhere, sized, cluster.ranks)
 
 
-def shardings(job: RLJob, cluster: Cluster, name: str, ranks: tuple[int, ...]) -> list[Sharding]:
+def shardings(job: RLJob, name: str, ranks: tuple[int, ...]) -> list[Sharding]:
     """How a role may be shared by its ranks, from the fastest compute to the least memory; a stage that shards nothing
     serves offloading alone."""
     stages: tuple[ZeroStage, ...]
@@ -111,11 +109,7 @@ def shardings(job: RLJob, cluster: Cluster, name: str, ranks: tuple[int, ...]) -
         return [Sharding(0)]
     role = job.roles[name]
     if not role.is_trained:
-        # of tensor-parallel groups, only the largest within a host are tried
-        refreshed = name == "reference" and job.config.reference.refresh_every
-        together = max(_group_sizes(ranks, cluster, role.sizes.heads)) if role.can_split and not refreshed else 1
-        split = [Sharding(0, together)] if together > 1 else []
-        return [Sharding(0), *split, *([Sharding(3)] if len(ranks) > 1 else [])]
+        return [Sharding(0), *([Sharding(3)] if len(ranks) > 1 else [])]
     if role.bound_to is not None or any(other.bound_to == name for other in job.roles.values()):
         stages = (0, 2)  # a shared base needs whole weights, and both the same ranks
     else:
@@ -133,19 +127,14 @@ def _group_sizes(ranks: tuple[int, ...], cluster: Cluster, heads: int) -> list[i
     ]
 
 
-def samplings(job: RLJob, layout: Layout, cluster: Cluster) -> list[tuple[int, bool]]:
-    """Ways to sample: sizes of tensor-parallel groups that divide the ranks that sample, within a host, and true where
-    the actor's ranks sample too: beside a sampler, without a lag, in groups of as many ranks."""
+def samplings(job: RLJob, layout: Layout, cluster: Cluster) -> list[int]:
+    """Sizes of tensor-parallel groups that divide the ranks that sample, within a host."""
     places = layout.places
     environment = job.config.environment
-    rollout = job.config.rollout
     sizes = _group_sizes(places.get(SAMPLER, places["actor"]), cluster, job.actor.sizes.heads)
     if environment is not None and environment.path is None:
         sizes = [1]  # a program asks one rank
-    joint: list[int] = []
-    if SAMPLER in places and not rollout.max_lag:
-        joint = _group_sizes(places["actor"], cluster, job.actor.sizes.heads)
-    return [(size, joins) for size in sizes for joins in (False, True) if not joins or size in joint]
+    return sizes
 
 
 def lag_of(job: RLJob, layout: Layout) -> int:
@@ -167,16 +156,14 @@ def plan_of(
     layout: Layout,
     shared: Mapping[str, Sharding],
     *,
-    sampling: tuple[int, bool] = (1, False),
+    together: int = 1,
     offload: Offload = NOTHING,
 ) -> StepPlan:
-    """The plan of a layout, how its roles are shared, a way to sample and what is offloaded."""
-    together, joins = sampling
+    """The plan of a layout, how its roles are shared, ranks that sample together and what is offloaded."""
     sampler = SAMPLER if SAMPLER in layout.places else "actor"
     roles = {name: RolePlacement(ranks, *shared.get(name, Sharding(0))) for name, ranks in layout.places.items()}
-    for name in {sampler, "actor"} if joins else {sampler}:
-        roles[name] = replace(roles[name], tensor_parallel=together)
-    return StepPlan(Placement(roles, layout.style, joins), lag_of(job, layout), *offload)
+    roles[sampler] = replace(roles[sampler], tensor_parallel=together)
+    return StepPlan(Placement(roles, layout.style), lag_of(job, layout), *offload)
 
 
 @cache

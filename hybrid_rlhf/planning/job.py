@@ -133,11 +133,6 @@ class RoleJob:
         """True if it learns."""
         return self.optimizer is not None
 
-    @cached_property
-    def can_split(self) -> bool:
-        """True if it is frozen and has inference weights, which tensor parallelism splits."""
-        return not self.is_trained and (self.model is None or self.model.family is not None)
-
 
 @dataclass(frozen=True)
 class StepLengths:

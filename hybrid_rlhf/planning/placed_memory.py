@@ -93,9 +93,6 @@ class MemoryModel:
         for role in roles:
             if role.is_trained:
                 need = base + self._passing(role, plan, backward=True)
-                if role.name == "critic" and plan.separate and {"actor", SAMPLER} & {*names} and not plan.policy_lag:
-                    sent = min(BUCKET_ELEMENTS, _shapes(job.actor).elements.all)
-                    need += MemoryUse(buffers=2.0 * sent * job.inference_dtype.itemsize)  # weights travel meanwhile
                 phases.append(PhaseMemory(f"{role.name} training", need, self.machine))
         return phases or [PhaseMemory("idle", base, self.machine)], rows
 
@@ -104,7 +101,7 @@ class MemoryModel:
     ) -> Iterator[PhaseMemory]:
         reads = [self._passing(role, plan, backward=False) for role in roles if self._reads_rows(role, plan)]
         if CRITIC_COPY in plan.roles and {"critic", CRITIC_COPY} & {*names}:  # before the first of them reads
-            sent = _travelling(_shapes(self._job.roles["critic"]), plan, "critic", CRITIC_COPY)
+            sent = _bucket_elements(_shapes(self._job.roles["critic"]))
             reads.append(MemoryUse(buffers=sent * self._job.dtype.itemsize))
         if reads:
             yield PhaseMemory("scoring", base + max(reads, key=lambda use: use.device), self.machine)
@@ -127,7 +124,7 @@ class MemoryModel:
         # a vLLM server on the rank's device has copies of the weights
         inference = self._inference_bytes(plan, in_use=separate or rollout.vllm is not None)
         if separate:
-            sent = _travelling(_shapes(job.actor), plan, "actor", SAMPLER) * job.inference_dtype.itemsize
+            sent = _bucket_elements(_shapes(job.actor)) * job.dtype.itemsize
             inference = replace(inference, building=inference.building + sent)
         residency = plan.residency(job)[sampler]
         if residency.visits("optimizer"):
@@ -172,7 +169,7 @@ class MemoryModel:
     def _engine(self, role: RoleJob, plan: StepPlan) -> EngineMemory:
         job = self._job
         place = plan.roles[role.name]
-        if not role.is_trained and (place.tensor_parallel > 1 or role.name == CRITIC_COPY):
+        if role.name == CRITIC_COPY:
             return split_memory(_shapes(role), dtype=job.dtype, ranks=place.tensor_parallel, device=job.device)
         residency = plan.residency(job)[role.name]
         zero = residency.zero(place.zero)
@@ -232,12 +229,9 @@ def _between(one: MemoryUse, most: MemoryUse, rows: int, most_rows: int) -> Memo
     return MemoryUse(**{name: low + share * (getattr(most, name) - low) for name, low in vars(one).items()})
 
 
-def _travelling(model: ShapedModel, plan: StepPlan, trained: str, copy: str) -> float:
-    """Elements of weights that a rank sends or receives at once: those of two buckets, or of all."""
-    senders = len(plan.roles[trained].ranks)
-    place = plan.roles[copy]
-    parts = -(-len(place.ranks) // senders) / place.tensor_parallel
-    return parts * min(2 * BUCKET_ELEMENTS, model.elements.all)
+def _bucket_elements(model: ShapedModel) -> int:
+    """Elements of the weights that a weight sync to other ranks broadcasts at once."""
+    return min(BUCKET_ELEMENTS, model.elements.all)
 
 
 def _shapes(role: RoleJob) -> ShapedModel:

@@ -61,7 +61,7 @@ class StepPlan:
     @property
     def samplers(self) -> tuple[str, ...]:
         """Names of the roles that sample."""
-        return (SAMPLER,) + ("actor",) * self.placement.with_actor if self.separate else ("actor",)
+        return (SAMPLER,) if self.separate else ("actor",)
 
     @property
     def sampling_groups(self) -> list[tuple[int, ...]]:
@@ -91,9 +91,8 @@ class StepPlan:
         """The ranks as the key `placement` of the RL config."""
         roles: dict[str, RoleRanks] = {}
         for name, role in self.roles.items():
-            if name == SAMPLER or (name != "actor" and role.tensor_parallel > 1):
-                with_actor = name == SAMPLER and self.placement.with_actor
-                roles[name] = RoleRanks(role.ranks, tensor_parallel=role.tensor_parallel, with_actor=with_actor)
+            if name == SAMPLER:
+                roles[name] = RoleRanks(role.ranks, tensor_parallel=role.tensor_parallel)
             else:
                 roles[name] = RoleRanks(role.ranks, role.zero)
         return RolePlacements("separation" if self.separate else "flattening", roles)

@@ -121,8 +121,8 @@ class _Way(NamedTuple):
 class _Sampling(NamedTuple):
     """A way to sample."""
 
-    kind: tuple[int, bool]
-    """Size of the tensor-parallel groups, and true if the actor's ranks sample beside a sampler's."""
+    together: int
+    """Size of the tensor-parallel groups."""
     seconds: float
     """With the weight sync."""
     ahead: float
@@ -183,10 +183,10 @@ class Search:
         while heap and heap[0][0] < limit():
             _, _, layout, offload = heapq.heappop(heap)
             plans, fits = self._plans(layout, offload, limit())
-            for number, (seconds, shared, sampling) in enumerate(plans):
+            for number, (seconds, shared, together) in enumerate(plans):
                 if seconds >= limit():
                     break
-                plan = plan_of(self._job, layout, shared, sampling=sampling, offload=offload)
+                plan = plan_of(self._job, layout, shared, together=together, offload=offload)
                 candidate = self.evaluate(plan)
                 if candidate.time is not None:
                     bisect.insort(fitting, candidate, key=lambda each: each.seconds)
@@ -217,7 +217,7 @@ class Search:
 
     def _plans(
         self, layout: Layout, offload: Offload, limit: float
-    ) -> tuple[list[tuple[float, dict[str, Sharding], tuple[int, bool]]], bool]:
+    ) -> tuple[list[tuple[float, dict[str, Sharding], int]], bool]:
         """Plans of a layout that take less than a limit, by their seconds with room for all completions; those whose
         weights alone do not fit are left out.
 
@@ -241,7 +241,7 @@ class Search:
             shared = {name: way.sharding for name, way in ways.items()}
             for sampling in self._samplings(layout, offload, actor):
                 seconds = self._seconds(layout, ways, sampling.seconds, sampling.ahead)
-                plans.append((seconds, shared, sampling.kind))
+                plans.append((seconds, shared, sampling.together))
         return sorted(plans, key=lambda plan: plan[0]), fits
 
     def _seconds(self, layout: Layout, ways: Mapping[str, _Way], sampled: float, ahead: float = 0.0) -> float:
@@ -284,20 +284,19 @@ class Search:
     def _samplings(self, layout: Layout, offload: Offload, actor: Sharding) -> list[_Sampling]:
         """The ways to sample from an actor."""
 
-        def sampling(kind: tuple[int, bool]) -> _Sampling:
-            plan = plan_of(self._job, layout, {"actor": actor}, sampling=kind, offload=offload)
+        def sampling(together: int) -> _Sampling:
+            plan = plan_of(self._job, layout, {"actor": actor}, together=together, offload=offload)
             works = self.costs.sampling(plan, rows_at_once=len(self._job.lengths.completions))
             seconds = max(work.seconds for work in works) + self.costs.weight_sync(plan).seconds
-            return _Sampling(kind, seconds, 0.0)
+            return _Sampling(together, seconds, 0.0)
 
-        return [sampling(kind) for kind in samplings(self._job, layout, self._cluster)]
+        return [sampling(together) for together in samplings(self._job, layout, self._cluster)]
 
     @once_for(lambda self, layout, name, offload: (name, layout.places[name], lag_of(self._job, layout), offload))
     def _ways_of(self, layout: Layout, name: str, offload: Offload) -> list[_Way]:
         """The ways of a role, without those that another one beats."""
         ways = [
-            self._way(layout, name, sharding, offload)
-            for sharding in shardings(self._job, self._cluster, name, layout.places[name])
+            self._way(layout, name, sharding, offload) for sharding in shardings(self._job, name, layout.places[name])
         ]
         if name == "actor":  # its stage decides the weight sync too
             return ways
@@ -340,8 +339,8 @@ class Search:
             }
             held = max(sum(ways[name].held for name in names if name != SAMPLER) for names in layout.classes)
             shared = {name: way.sharding for name, way in ways.items()}
-            together, _ = samplings(self._job, layout, self._cluster)[-1]
-            return held, plan_of(self._job, layout, shared, sampling=(together, False), offload=offload)
+            together = samplings(self._job, layout, self._cluster)[-1]
+            return held, plan_of(self._job, layout, shared, together=together, offload=offload)
 
         _, plan = min((smallest(layout) for layout in some), key=lambda pair: pair[0])
         return self.evaluate(plan)

@@ -6,7 +6,7 @@ configs/sections/placement.py has the settings of the user; this module fills in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import (
@@ -67,8 +67,6 @@ class PlacedRoles:
     """True if the critic has its adapters on the actor's weights."""
     reads_actor: bool = False
     """True if the reference is the actor without its adapters."""
-    refreshes_reference: bool = False
-    """True if the reference is refreshed from the actor's weights."""
 
     @property
     def rewards(self) -> tuple[str, ...]:
@@ -88,8 +86,6 @@ class Placement:
     roles: Mapping[str, RolePlacement]
     style: str
     """flattening, interleaving, separation, or hybrid where the user names ranks."""
-    with_actor: bool = False
-    """True if the actor's ranks sample part of each rollout besides the ranks of a separate sampler."""
 
     def __getitem__(self, role: str) -> RolePlacement:
         return self.roles[role]
@@ -119,8 +115,7 @@ class Placement:
     @property
     def sampling_groups(self) -> list[tuple[int, ...]]:
         """The tensor-parallel groups that sample."""
-        roles = [self.sampler] + [self["actor"]] * self.with_actor
-        return [group for role in roles for group in role.groups]
+        return self.sampler.groups
 
     def groups(self) -> list[tuple[int, ...]]:
         """Ranks of the process groups that a run of this placement needs, except the groups of threads."""
@@ -137,13 +132,13 @@ class Placement:
             ranks_by_roles.setdefault(
                 tuple(name for name, role in self.roles.items() if rank in role.ranks), []
             ).append(rank)
-        samplers = ("sampler",) + ("actor",) * self.with_actor if self.separate_sampler else ("actor",)
+        sampler = "sampler" if self.separate_sampler else "actor"
         trained = ("actor", "critic")
         valued = ("actor", CRITIC_COPY if CRITIC_COPY in self.roles else "critic")
         phases = [("ranks", "sampling", "scoring", "log-probs and values", "updates")]
         for names, ranks in ranks_by_roles.items():
             mine = (
-                [name for name in names if name in samplers],
+                [name for name in names if name == sampler],
                 [name for name in names if name not in (*trained, CRITIC_COPY, "sampler")],
                 [name for name in names if name in valued],
                 [name for name in names if name in trained],
@@ -188,7 +183,6 @@ def placed_roles(config: RLConfig, *, has_reference: bool | None = None) -> Plac
         max_lag=config.rollout.max_lag,
         shares_base=config.critic is not None and config.critic.share_base,
         reads_actor=config.uses_reference and not has_reference,
-        refreshes_reference=has_reference and bool(config.reference.refresh_every),
     )
 
 
@@ -235,30 +229,19 @@ def resolve_placement(settings: PlacementConfig | None, placed: PlacedRoles, *, 
     if CRITIC_COPY in roles and CRITIC_COPY not in filled:
         require("sampler" in filled, "placement.critic_copy needs ranks, got none and no sampler's: give it some")
         filled[CRITIC_COPY] = filled["sampler"]
-    _check_keys(roles, placed)
+    parallel = {name: role.tensor_parallel or 1 for name, role in roles.items()}
+    parallel["sampler" if "sampler" in filled else "actor"] = together
+    zero = {**placed.zero, **{name: role.zero for name, role in roles.items() if role.zero is not None}}
     placement = Placement(
         {
-            name: _role(roles.get(name, RoleRanks()), filled[name], placed.zero.get(name, 0))
+            name: RolePlacement(filled[name], zero.get(name, 0), parallel.get(name, 1))
             for name in names
             if name in filled
         },
         "hybrid" if set_ranks else style,
-        sampler.with_actor,
     )
-    sampling = ["sampler"] * placement.separate_sampler + ["actor"] * (
-        sampler.with_actor or not placement.separate_sampler
-    )
-    sized = {name: replace(placement[name], tensor_parallel=together) for name in sampling}
-    placement = replace(placement, roles={**placement.roles, **sized})
     _check(placement, placed)
     return placement
-
-
-def _role(settings: RoleRanks, ranks: tuple[int, ...], zero: ZeroStage) -> RolePlacement:
-    """The placement of a role by its settings; `zero` is its config's stage, which tensor parallelism replaces."""
-    together = settings.tensor_parallel or 1
-    stage: ZeroStage = zero if together == 1 else 0
-    return RolePlacement(ranks, stage if settings.zero is None else settings.zero, together)
 
 
 def _filled(
@@ -295,36 +278,9 @@ def _filled(
     return ranks_of
 
 
-def _check_keys(role_settings: Mapping[str, RoleRanks], placed: PlacedRoles) -> None:
-    for name, role in role_settings.items():
-        together = role.tensor_parallel or 1
-        require(
-            role.tensor_parallel is None or name not in ("actor", "critic"),
-            f"placement.{name} trains without tensor parallelism, got tensor_parallel {together}: leave it out, or "
-            "give it to sampler or a frozen role",
-        )
-        require(
-            name != CRITIC_COPY or role.zero is None,
-            f"placement.critic_copy keeps inference weights, which ZeRO does not shard, got zero {role.zero}: "
-            "give tensor_parallel, or leave it out",
-        )
-        require(
-            together == 1 or not role.zero,
-            f"placement.{name} is shared by tensor parallelism or by ZeRO, got tensor_parallel {together} and zero "
-            f"{role.zero}: leave one out",
-        )
-        require(
-            together == 1 or name != "reference" or not placed.refreshes_reference,
-            f"reference.refresh_every writes to whole or ZeRO-sharded weights, got placement.reference.tensor_parallel "
-            f"{together}: leave one out",
-        )
-
-
 def _check(placement: Placement, placed: PlacedRoles) -> None:
     sampler = placement.sampler
     actor = placement["actor"]
-    if placement.with_actor:
-        _check_with_actor(placement, placed)
     for name, role in placement.roles.items():
         count = len(role.ranks)
         who = "sampler" if role is sampler else name
@@ -371,23 +327,3 @@ def _check(placement: Placement, placed: PlacedRoles) -> None:
 
 def _ranks_in_words(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
-
-
-def _check_with_actor(placement: Placement, placed: PlacedRoles) -> None:
-    together = placement.sampler.tensor_parallel
-    trains = len(placement["actor"].ranks)
-    require(
-        placement.separate_sampler,
-        "placement.sampler.with_actor shares rollouts between the actor's ranks and a sampler's, got no ranks of its "
-        "own for the sampler: name placement.sampler.ranks",
-    )
-    require(
-        not placed.max_lag,
-        "placement.sampler.with_actor samples on the actor's ranks while they do not train, got rollout.max_lag "
-        f"{placed.max_lag}: leave one out",
-    )
-    require(
-        trains % together == 0,
-        f"placement.sampler.with_actor samples in groups of {together} on the actor's ranks too, got {trains} of them: "
-        "give another tensor_parallel, or leave with_actor out",
-    )

@@ -35,7 +35,15 @@ REFUSED: list[tuple[Any, ...]] = [
         {"sampler": {"ranks": "1-3", "tensor_parallel": 2}},
         "must divide the 3 ranks of the sampler, got 2: use one of 1, 3",
     ),
-    ({"actor": {"ranks": 1, "tensor_parallel": 2}}, "placement.actor trains without tensor parallelism"),
+    (
+        {"actor": {"ranks": 1, "tensor_parallel": 2}},
+        "placement.actor.tensor_parallel splits inference weights, which sampler and critic_copy have, got 2: leave",
+    ),
+    (
+        {"judge": {"tensor_parallel": 2}},
+        "got 2: leave it out; zero 3, and for frozen models rollout.offload_frozen",
+    ),
+    ({"sampler": {"ranks": 1, "zero": 3}}, "which ZeRO does not shard, got zero 3: give tensor_parallel"),
     ({"judge": {"ranks": 1, "zero": 2}}, r"ZeRO shards its weights \(3\) or nothing \(0\), got 2"),
     (
         {"actor": {"ranks": 1, "zero": 4}},
@@ -57,30 +65,9 @@ REFUSED: list[tuple[Any, ...]] = [
     ({"critic": {"ranks": 1}}, "critic.share_base needs the critic on the actor's ranks", {"shares_base": True}),
     ("separation", "placement separation needs 3 ranks for a tensor-parallel sampler .* got 4", {"tensor_parallel": 3}),
     ({"style": "auto", "actor": {"ranks": 0}}, "auto chooses the ranks of all roles, got placement.actor: leave"),
-    ({"actor": {"ranks": 0, "with_actor": True}}, "got placement.actor.with_actor True: give one to sampler"),
-    ({"sampler": {"ranks": 1, "with_actor": 2}}, "must be true or false"),
-    ({"style": "flattening", "sampler": {"with_actor": True}}, "got no ranks of its own"),
     (
         {"sampler": {"ranks": 1, "with_actor": True}},
-        "got rollout.max_lag 1: leave one out",
-        {"max_lag": 1},
-    ),
-    (
-        {"sampler": {"ranks": "2-3", "tensor_parallel": 2, "with_actor": True}, "actor": {"ranks": 1}},
-        "got 1 of them",
-    ),
-    ({"critic": {"tensor_parallel": 2}}, "placement.critic trains without tensor parallelism"),
-    ({"judge": {"ranks": "0-2", "tensor_parallel": 2}}, "must divide the 3 ranks of the judge, got 2: use"),
-    ({"judge": {"tensor_parallel": 2, "zero": 3}}, "by tensor parallelism or by ZeRO, got tensor_parallel 2"),
-    (
-        {"reference": {"tensor_parallel": 2}},
-        "refresh_every writes to whole or ZeRO-sharded weights",
-        {"refreshes_reference": True},
-    ),
-    (
-        {"reference": {"tensor_parallel": 2}},
-        "the reference is the actor without its adapters",
-        {"zero": {"actor": 0}, "reads_actor": True},
+        "unknown key placement.sampler.with_actor: a sampler samples alone, and without ranks of its own on the",
     ),
 ]
 
@@ -115,7 +102,7 @@ def test_a_missing_host_is_found_before_the_first_step(tmp_path: Path) -> None:
     [
         "auto",
         "interleaving",
-        {"sampler": {"ranks": "4-7", "tensor_parallel": 2, "with_actor": True}, "judge": {"zero": 0}},
+        {"sampler": {"ranks": "4-7", "tensor_parallel": 2}, "judge": {"zero": 0}},
         {"style": "separation", "critic_copy": {"tensor_parallel": 2}},
     ],
 )
@@ -140,15 +127,6 @@ def resolved(given: dict[str, Any] | str, ranks: int = 8, **placed: Any) -> Plac
     return resolve_placement(read_placement(given), PlacedRoles(**{"zero": ZERO, **placed}), ranks=ranks)
 
 
-def test_tensor_parallelism_takes_the_place_of_the_stage_of_the_config() -> None:
-    found = resolved({"reward": {"ranks": "4-7", "tensor_parallel": 4}, "reference": {"tensor_parallel": 2}})
-    assert (found["judge"].ranks, found["judge"].zero, found["judge"].tensor_parallel) == ((4, 5, 6, 7), 0, 4)
-    assert found["reference"].groups == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert found["actor"].zero == found["critic"].zero == 3
-    assert {(4, 5, 6, 7), (0, 1), (6, 7)} < set(found.groups()) and (0,) not in found.groups()
-    assert "  reward: judge  4-7    tensor parallel 4" in found.table()
-
-
 def test_a_copy_of_the_critic_computes_values_where_completions_are_sampled() -> None:
     found = resolved({"style": "separation", "critic_copy": {"tensor_parallel": 2}}, ranks=4)
     assert found["critic_copy"] == RolePlacement((2, 3), 0, 2) and found["critic"] == RolePlacement((0, 1), 3)
@@ -169,10 +147,10 @@ def test_a_sampler_on_the_actors_ranks_leaves_the_actor_its_stage() -> None:
 
 
 def test_the_table_shows_who_samples() -> None:
-    given = {"sampler": {"ranks": "2-3", "tensor_parallel": 2, "with_actor": True}}
+    given = {"sampler": {"ranks": "2-3", "tensor_parallel": 2}}
     placement = resolved(given, 4, zero={"actor": 3, "reference": 3})
-    assert placement.sampling_groups == [(2, 3), (0, 1)] and {(0, 1), (2, 3)} <= {*placement.groups()}
+    assert placement.sampling_groups == [(2, 3)] and {(0, 1), (2, 3)} <= {*placement.groups()}
     lines = [line.split() for line in placement.table()]
-    assert ["0-1", "actor", "-", "actor", "actor"] in lines
+    assert ["0-1", "-", "-", "actor", "actor"] in lines
     assert ["2-3", "sampler", "reference", "-", "-"] in lines
-    assert ["actor", "0-1", "ZeRO-3,", "tensor", "parallel", "2"] in lines
+    assert "  sampler    2-3    tensor parallel 2" in placement.table()

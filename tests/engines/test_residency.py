@@ -70,14 +70,13 @@ def test_a_sampler_with_ranks_of_its_own(keep: Any, lag: int, shares: bool, weig
 
 
 def test_frozen_roles_come_for_their_phase_unless_they_are_shared() -> None:
-    whole, sharded, split = RolePlacement((0, 1)), RolePlacement((0, 1), 3), RolePlacement((0, 1), 0, 2)
+    whole, sharded = RolePlacement((0, 1)), RolePlacement((0, 1), 3)
     offloads = rules(offload_frozen=True)
     assert offloads.frozen(whole).places == {"weights": IN_USE}
     assert offloads.frozen(whole).moves == [("scoring", "weights", D), ("log-probs and values", "weights", H)]
     assert offloads.frozen(sharded).zero(3) == ZeroConfig(stage=3, offload_parameters=True)
     assert rules().frozen(sharded, sharded_on_host=True).zero(3).offload_parameters
     assert not rules().frozen(sharded).zero(3).offload_parameters
-    assert offloads.frozen(split).places == {"inference weights": STAY}
     assert rules().frozen(whole).moves == []
 
 

@@ -24,21 +24,17 @@ from hybrid_rlhf.engines.partition import BaseWeight, base_weights, full_weights
 from hybrid_rlhf.engines.residency.rules import ResidencyRules
 from hybrid_rlhf.engines.separate import broadcast
 from hybrid_rlhf.engines.separate.broadcast import Bucket, SyncRanks
-from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.engines.separate.synced import SyncedWeights
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights
 from hybrid_rlhf.planning.live_bytes import LiveBytes
-from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
-from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, create_groups
 from tests.support import errors
 from tests.support.engines import PROMPTS, accumulate, actor_spec, route_to_expert_0
 from tests.support.families import variant
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
-from tests.support.rl import whole
 from tests.support.separate import weight_tensors
 from tests.support.tiny import save_tiny, tiny_model
 
@@ -171,42 +167,6 @@ def compare(world: World, root: Path, cases: list[Case]) -> list[Any]:
                 learn(actor)
             told.append(rounds)
     return told
-
-
-def shared_rollouts(world: World, path: Path) -> list[tuple[int, int, list[Any], list[Any]]]:
-    """Before an update and after it: prompts that this rank samples, groups, and completions of both and of one."""
-    rollout = RolloutConfig(sampling=SamplingParams(n=2, max_new_tokens=6))
-    actor, separate = build_separate(world, path, trains=1, rollout=rollout, samples=True)
-    joint, found = JointSampler(separate, actor, world=world), []
-    rows = [{"input_ids": prompt} for prompt in PROMPTS]
-    both, one = (
-        RolloutSampler(engine, rollout, world=world, stop_token_ids=(), seed=0, timers=Timers(world.device))
-        for engine in (joint, separate)
-    )
-    generate, counts = GenerationEngine.generate, list[int]()
-
-    def counted(self: GenerationEngine, prompts: Any, *arguments: Any, **more: Any) -> Any:
-        counts.append(len(prompts))
-        return generate(self, prompts, *arguments, **more)
-
-    for _ in range(2):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(GenerationEngine, "generate", counted)
-            shared = whole(both.sample(rows, step=1), world)
-        alone = whole(one.sample(rows, step=1), world)
-        found.append((counts.pop(), joint.groups[0], shared.input_ids.tolist(), alone.input_ids.tolist()))
-        torch.testing.assert_close(shared.sampled_logprobs, alone.sampled_logprobs, atol=1e-5, rtol=0)
-        learn(actor)
-    return found
-
-
-def test_actor_and_sampler_share_a_rollout(on_ranks: OnRanks) -> None:
-    each = on_ranks(shared_rollouts, 3, "tied")
-    for before_and_after in zip(*each, strict=True):
-        counts, groups, shared, alone = zip(*before_and_after, strict=True)
-        assert set(groups) == {3} and sum(counts) == len(PROMPTS) and max(counts) - min(counts) <= 1
-        assert all(tokens == alone[0] for tokens in (*shared, *alone))
-    assert each[0][0][2] != each[0][1][2], "the update has changed what is sampled"
 
 
 INT8 = RolloutConfig(quantization="int8")

@@ -1,8 +1,7 @@
-"""Frozen models in inference weights against their modules: log-probs, entropies and scores, whole and split."""
+"""Log-probs of prompts and scores by inference weights against those of the modules, whole and split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from hybrid_rlhf.generation.scoring import inference_policy, inference_scorer
+from hybrid_rlhf.generation.scoring import InferenceScorer, described_scorer, prompt_logprobs
+from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights, decoder_of
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.runtime.world import World, solo_world
-from tests.support.errors import refused
 from tests.support.families import variant
 from tests.support.ranks import run_ranks
-from tests.support.separate import weight_tensors
-from tests.support.tiny import tiny_config, tiny_model
 
 FAMILIES = (
     "llama",
@@ -39,14 +36,13 @@ SPLIT = ("llama", "gemma2", "mixtral", "bloom")
 """With heads for two ranks."""
 
 
-def rows(vocabulary: int = 200) -> tuple[Tensor, Tensor, Tensor]:
-    """Ragged rows, one padded on the left, and what is asked of them."""
+def rows(vocabulary: int = 200) -> tuple[Tensor, Tensor]:
+    """Ragged rows, one padded on the left."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, vocabulary, (len(LENGTHS), max(LENGTHS)), generator=generator)
     real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     real[1] = real[1].flip(0)
-    wanted = real & (torch.rand(real.shape, generator=generator) < 0.7)
-    return ids, real, wanted
+    return ids, real
 
 
 def classifier(name: str, labels: int = 1, *, bias: bool = False) -> PreTrainedModel:
@@ -68,23 +64,33 @@ def whole(device: str = "cpu") -> World:
 
 @torch.no_grad()
 def assert_same_logprobs(lm: PreTrainedModel, world: World) -> None:
-    ids, real, wanted = rows()
-    expected = Policy(lm)(ids, real, wanted, 0.7)
-    assert expected[0].std() > 0.5, "a flat distribution would prove nothing"
-    for found, want in zip(inference_policy(lm, world=world)(ids, real, wanted, 0.7), expected, strict=True):
-        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    ids, real = rows()
+    expected, _ = Policy(lm)(ids, real, real)
+    assert expected.std() > 0.5, "a flat distribution would prove nothing"
+    decoder = decoder_of(lm, world=world, dtype=lm.dtype)
+    assert decoder is not None
+    for row, own in enumerate(real):
+        found = prompt_logprobs(decoder, ids[row, own].tolist(), 0, 0).logprobs
+        torch.testing.assert_close(torch.tensor(found), expected[row, own][1:], atol=1e-5, rtol=1e-5)
+
+
+def scorer_of(lm: PreTrainedModel, world: World) -> InferenceScorer:
+    """A scorer as that of the critic's copy."""
+    parameters = dict(lm.named_parameters())
+    weights = InferenceWeights(described_scorer(lm, parameters), world=world, dtype=lm.dtype)
+    return InferenceScorer(weights.build((name, weight, False) for name, weight in parameters.items()))
 
 
 @torch.no_grad()
 def assert_same_scores(lm: PreTrainedModel, world: World) -> None:
-    ids, real, _ = rows()
+    ids, real = rows()
     expected = Scorer(lm)(ids, real)
     assert expected.std() > 0.05
-    torch.testing.assert_close(inference_scorer(lm, world=world)(ids, real), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scorer_of(lm, world)(ids, real), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logprobs_and_entropies_are_those_of_the_module(name: str) -> None:
+def test_logprobs_of_prompts_are_those_of_the_module(name: str) -> None:
     lm = variant(name)
     use_packing(lm)
     assert_same_logprobs(lm, whole())
@@ -98,54 +104,13 @@ def test_scores_are_those_of_the_module(name: str, labels: int, bias: bool) -> N
     assert_same_scores(classifier(name, labels, bias=bias), whole())
 
 
-def compare_split(world: World) -> dict[str, float]:
-    """On each rank; what part of the weights it keeps, by model."""
-    parts = {}
+def compare_split(world: World) -> None:
     for name in SPLIT:
         lm = variant(name)
         use_packing(lm)
         assert_same_logprobs(lm, world)
         assert_same_scores(classifier(name, 2, bias=name == "llama"), world)
-    lm = tiny_model(tie_word_embeddings=False, num_hidden_layers=3)
-    for kind in (1, world.size):
-        policy = inference_policy(lm, world=world if kind > 1 else whole())
-        kept = weight_tensors(policy._decoder)
-        parts[str(kind)] = float(sum(weight.untyped_storage().nbytes() for weight in kept.values()))
-    return parts
 
 
-def refusals(world: World) -> list[str]:
-    cases: list[Callable[[], object]] = [
-        lambda: inference_policy(tiny_model(num_attention_heads=3, num_key_value_heads=1, hidden_size=48), world=world),
-        lambda: inference_policy(other_type(), world=world),
-        lambda: inference_scorer(damaged(), world=world),
-    ]
-    return [refused(case) for case in cases]
-
-
-def other_type() -> PreTrainedModel:
-    lm = tiny_model()
-    lm.config.model_type = "reformer"
-    return lm
-
-
-def damaged() -> PreTrainedModel:
-    """A model whose inference weights are wrong: its norms are read with another epsilon than it has."""
-    lm = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
-    lm.config.rms_norm_eps = 0.5
-    return lm.eval()  # type: ignore[no-any-return]
-
-
-def on_ranks(world: World) -> tuple[dict[str, float], list[str]]:
-    return compare_split(world), refusals(world)
-
-
-def test_ranks_compute_their_parts_keep_no_more_and_refuse_together(tmp_path: Path) -> None:
-    (parts, first), (others, second) = run_ranks(on_ranks, 2, tmp_path)
-    for kept in (parts, others):
-        assert kept["2"] < 0.55 * kept["1"]  # norms are on both
-    assert first == second
-    heads, kind, wrong = first
-    assert "3 heads with 1 KV heads, 2 ranks cannot" in heads
-    assert "models of type reformer have none" in kind and kind.endswith("leave tensor_parallel out")
-    assert "must agree with LlamaForSequenceClassification" in wrong
+def test_ranks_compute_their_parts(tmp_path: Path) -> None:
+    run_ranks(compare_split, 2, tmp_path)

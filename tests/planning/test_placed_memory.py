@@ -16,15 +16,13 @@ from tests.support.tiny import tiny_model, tiny_scorer, tiny_tokenizer
 PROMPT, NEW = 48, 16
 SPLIT = (
     "{sampler: {ranks: 2-3, tensor_parallel: 2}, actor: {ranks: 0-1}, critic: {ranks: 0-1}, critic_copy: {ranks: 2-3, "
-    "tensor_parallel: 2}, reference: {ranks: 2-3, tensor_parallel: 2}, judge: {ranks: 0-3, tensor_parallel: 2}, "
-    "teacher: {ranks: 0-1, tensor_parallel: 2}}"
+    "tensor_parallel: 2}, reference: {ranks: 2-3, zero: 3}, judge: {ranks: 0-3}, teacher: {ranks: 0-1}}"
 )
 HYBRID = "{actor: {ranks: 0-1}, critic: {ranks: 2}, judge: {ranks: 0}, reference: {ranks: 1-2}, teacher: {ranks: 2}}"
 CASES = {
     "separation": (2, "separation", 0),
     "tensor parallel": (4, SPLIT, 0),
     "interleaving": (2, "interleaving", 3),
-    "with the actor": (2, "{style: separation, sampler: {with_actor: true}}", 0),
     "replicated": (2, "interleaving", 0),
     "hybrid": (3, HYBRID, 2),
 }

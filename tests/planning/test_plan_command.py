@@ -17,7 +17,6 @@ from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import RolePlacements
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.job import RLJob, read_job
@@ -196,8 +195,8 @@ def test_the_configured_placement_is_the_first_row(given: str, style: str, shape
             "placement.sampler has ranks of its own, got 2 of the actor's too",
         ),
         (
-            "{reward: {ranks: 0, tensor_parallel: 2}}",
-            "must divide the 1 rank of the model, got 2: use 1, or more ranks",
+            "{sampler: {ranks: 0, tensor_parallel: 2}}",
+            "must divide the 1 rank of the sampler, got 2: use 1, or more ranks",
         ),
     ],
 )
@@ -297,47 +296,30 @@ def job(shape: str) -> RLJob:
     return read_job(parse_config(RLConfig, line.split()), torch.device("cuda"))
 
 
-def memory_of(
-    job: RLJob, roles: dict[str, RolePlacement], *, with_actor: bool = False, lag: int = 0
-) -> dict[tuple[int, str], MemoryUse]:
+def memory_of(job: RLJob, roles: dict[str, RolePlacement]) -> dict[tuple[int, str], MemoryUse]:
     """Of each rank and phase, on four GPUs of 80 GiB."""
-    plan = StepPlan(Placement(roles, "separation", with_actor), policy_lag=lag)
+    plan = StepPlan(Placement(roles, "separation"))
     phases = MemoryModel(job, Device(job.device, 4, 80 * 2.0**30))(plan).phases
     return {(rank, each.name): each.need for each in phases for rank in each.ranks}
 
 
 def test_a_separate_sampler_holds_inference_weights_and_no_states(job: RLJob) -> None:
     roles = {name: RolePlacement((0, 1), 2) for name in ("actor", "critic")}
-    roles |= {"reference": RolePlacement((2,)), "model": RolePlacement((2, 3), tensor_parallel=2)}
+    roles |= {"reference": RolePlacement((2,)), "model": RolePlacement((2, 3), 3)}
     roles["sampler"] = RolePlacement((2, 3), tensor_parallel=2)
     found = memory_of(job, roles)
     trained = {(0, f"{name} training") for name in ("actor", "critic")}
     assert {key for key in found if key[0] == 0} == {(0, "scoring"), *trained}
     assert {key for key in found if key[0] > 1} == {(n, name) for n in (2, 3) for name in ("generation", "scoring")}
-    halves = (job.actor.sizes.parameters + job.roles["model"].sizes.parameters) * 2 / 2
-    assert found[3, "generation"].inference == pytest.approx(halves, rel=0.01), "of sampler and reward model"
-    assert found[3, "generation"].weights == 0 < found[2, "generation"].weights
+    halves = job.actor.sizes.parameters * 2 / 2
+    assert found[3, "generation"].inference == pytest.approx(halves, rel=0.01)
+    assert found[3, "generation"].weights < found[2, "generation"].weights
     assert found[2, "scoring"].inference == found[2, "generation"].inference, "they stay for the next rollout"
     assert found[2, "generation"].optimizer == 0 < found[0, "actor training"].optimizer
-    waiting = memory_of(job, roles, lag=1)
-    sent = [found[key].buffers - waiting[key].buffers for key in sorted(trained)]
-    assert sent == [0, 2 * BUCKET_ELEMENTS * 2], "weights travel while the critic trains"
     copied = memory_of(job, {**roles, "critic_copy": RolePlacement((2, 3), tensor_parallel=2)})
     halves += job.roles["critic"].sizes.parameters * 2 / 2
     for phase in ("generation", "scoring"):
         assert copied[3, phase].inference == pytest.approx(halves, rel=0.01)
-
-
-def test_training_ranks_that_sample_need_the_memory_of_both(job: RLJob) -> None:
-    roles = {name: RolePlacement((0, 1), 3) for name in ("actor", "critic")} | {"sampler": RolePlacement((2, 3))}
-    roles |= {name: RolePlacement((2,)) for name in ("reference", "model")}
-    apart, joint = (memory_of(job, roles, with_actor=joins) for joins in (False, True))
-    assert {*joint} - {*apart} == {(rank, "generation") for rank in (0, 1)}
-    both = joint[0, "generation"]
-    training = joint[0, "actor training"]
-    assert both.inference == pytest.approx(2 * job.actor.sizes.parameters, rel=1e-4)
-    assert apart[3, "generation"].cache > both.cache == joint[3, "generation"].cache > 0 == training.cache
-    assert both.optimizer == training.optimizer > 0 == training.inference, "they are freed after each rollout"
 
 
 def test_calibrate_measures_once_and_plan_reads_it(

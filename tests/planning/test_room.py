@@ -67,7 +67,7 @@ def let_a_gpu_have(room_bytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "placement", ["interleaving", "{sampler: {ranks: 1}, actor: {ranks: 0}}", "{reference: {tensor_parallel: 2}}"]
+    "placement", ["interleaving", "{sampler: {ranks: 1}, actor: {ranks: 0}}", "{reference: {zero: 3}}"]
 )
 def test_one_line_says_where_it_does_not_fit_and_by_how_much(placement: str, model_folder: Path) -> None:
     config = config_of(model_folder, placement)

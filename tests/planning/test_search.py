@@ -22,7 +22,6 @@ from hybrid_rlhf.planning.device import Cluster
 from hybrid_rlhf.planning.job import RLJob, StepLengths
 from hybrid_rlhf.planning.plans import SAMPLER, StepPlan
 from hybrid_rlhf.planning.search import Search
-from hybrid_rlhf.runtime.placement import PlacedRoles, resolve_placement
 from tests.support.marks import slow
 from tests.support.placement import FlatMemory, machine, placed_at, small_job
 
@@ -67,11 +66,11 @@ def search_of(
 def every_plan(job: RLJob, cluster: Cluster) -> Iterator[StepPlan]:
     """Every choice for every layout."""
     for layout in layouts(job, cluster):
-        ways = [[(name, way) for way in shardings(job, cluster, name, ranks)] for name, ranks in layout.places.items()]
-        for shared, sampling, offload in itertools.product(
+        ways = [[(name, way) for way in shardings(job, name, ranks)] for name, ranks in layout.places.items()]
+        for shared, together, offload in itertools.product(
             itertools.product(*ways), samplings(job, layout, cluster), offloads(job, layout)
         ):
-            yield plan_of(job, layout, dict(shared), sampling=sampling, offload=offload)
+            yield plan_of(job, layout, dict(shared), together=together, offload=offload)
 
 
 @pytest.mark.parametrize(
@@ -174,37 +173,11 @@ def test_hiding_gathers_behind_compute_is_never_slower() -> None:
     assert taken == sorted(taken, reverse=True) and taken[0] > taken[2]
 
 
-def test_training_ranks_that_sample_too_take_a_part_and_build_weights_of_their_own() -> None:
-    job = small_job()
-    costs = Costs(job, machine(), Cluster(4, 8))
-    apart = placed_at(STYLES["separation"], world=4, zero=3)
-    joint = replace(apart, placement=replace(apart.placement, with_actor=True))
-    shares = [costs.sampling(plan, rows_at_once=99) for plan in (apart, joint)]
-    assert [len(groups) for groups in shares] == [2, 4]
-    assert max(work.seconds for work in shares[1]) < max(work.seconds for work in shares[0])
-    alone = costs.weight_sync(placed_at({**STYLES["separation"], SAMPLER: (0, 1)}, world=4, zero=3))
-    whole = {name: ranks for name, ranks in STYLES["separation"].items() if name != SAMPLER}
-    own = costs.weight_sync(placed_at(whole, world=4, zero=3))
-    assert costs.weight_sync(joint).seconds == pytest.approx(costs.weight_sync(apart).seconds + own.seconds)
-    assert own.wire > 0 < alone.wire, "the actor's ranks gather ZeRO-3's parts, a sampler is sent them"
-
-
-def test_a_search_lets_training_ranks_sample_where_that_is_faster() -> None:
-    search = search_of(ranks=4, job={"lengths": StepLengths(32.0, (400,) * 16)})
-    found = {each.plan.placement.style: each.plan for each in search.run(["separation"]).ranked}["separation"]
-    assert found.placement.with_actor
-    placed = PlacedRoles(dict.fromkeys(("actor", "critic", "reference", "reward"), 0))
-    again = resolve_placement(found.placement_setting(), placed, ranks=4)
-    assert again.with_actor and again.sampling_groups == found.sampling_groups
-    lagging = search_of(ranks=4, job={"lag": 1}).run(["separation"]).ranked[0].plan
-    assert not lagging.placement.with_actor
-
-
 def test_the_planner_plans_what_programs_can_ask() -> None:
     job, cluster = small_job(), Cluster(4, 8)
     config = replace(job.config, environment=EnvironmentConfig(program="m:f"))
     sizes = {
-        name: {size for layout in layouts(each, cluster) for size, _ in samplings(each, layout, cluster)}
+        name: {size for layout in layouts(each, cluster) for size in samplings(each, layout, cluster)}
         for name, each in (("none", job), ("program", replace(job, config=config)))
     }
     assert sizes == {"none": {1, 2, 4}, "program": {1}}

@@ -168,8 +168,6 @@ class FlatMemory:
             return 2 * self._job.actor.sizes.parameters / place.tensor_parallel
         size = self._job.roles[name].sizes.parameters * (16 if _learns(name) else 2)
         offloaded = plan.offload_optimizer and place.zero > 0 if _learns(name) else plan.offload_frozen
-        if not _learns(name) and place.tensor_parallel > 1:
-            return size / place.tensor_parallel
         return size / (len(place.ranks) if place.zero == 3 else 1) / (4 if offloaded else 1)
 
 

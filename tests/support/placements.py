@@ -53,11 +53,11 @@ _HYBRIDS: tuple[dict[str, str | dict[str, Any]], ...] = (
         "actor": "4-6",
         "critic": "7",
         "reference": "4-7",
-        "judge": {"ranks": "0-1", "tensor_parallel": 2},
+        "judge": {"ranks": "0-1", "zero": 3},
     },
     {"actor": "0,2,4,6", "critic": "1,3,5", "reference": "7", "judge": "1-5"},
     {
-        "sampler": {"ranks": "5-7", "with_actor": True},
+        "sampler": "5-7",
         "actor": "0-4",
         "critic": "2-6",
         "reference": "0-2",

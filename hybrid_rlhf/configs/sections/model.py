@@ -22,7 +22,7 @@ class ModelConfig(Settings):
     """Type of the logits in training and sampling: float32 (ScaleRL, arXiv 2510.13786), or that of the model."""
     quantization: Literal["nf4"] | None = None
     """nf4: the base weights of linear layers in 4 bits, with adapters that train (QLoRA, arXiv 2305.14314); needs lora
-    and bitsandbytes. For all models of the run, except frozen ones under tensor parallelism."""
+    and bitsandbytes. For all models of the run."""
     sequence_parallel: Count = advanced(1, mutable=True)
     """Number of ranks that compute the tokens of a row together (DeepSpeed-Ulysses, arXiv 2309.14509), in training and
     scoring; a divisor of the number of attention heads and of ranks. For rows too long for one GPU."""

@@ -20,7 +20,10 @@ STYLES: tuple[Style, ...] = get_args(Style)
 ROLES = ("actor", "critic", "critic_copy", "reference", "teacher", "sampler")
 """Names of the roles of a step besides its reward models."""
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
-_KEYS = ("ranks", "zero", "tensor_parallel", "with_actor")
+_KEYS = ("ranks", "zero", "tensor_parallel")
+_INFERENCE = ("sampler", "critic_copy")
+"""Roles that have inference weights only."""
+_RETIRED = {"with_actor": "a sampler samples alone, and without ranks of its own on the actor's: leave one out"}
 _MOST_RANKS = 2**16
 
 
@@ -33,13 +36,12 @@ class RoleRanks:
     zero: ZeroStage | None = None
     """ZeRO stage; None for that of the role's section."""
     tensor_parallel: int | None = None
-    """Ranks that share one model's inference weights; None: rollout.tensor_parallel for the sampler, else 1."""
-    with_actor: bool = False
-    """True if the actor's ranks sample part of each rollout besides the sampler's."""
+    """Ranks that share the inference weights of the sampler or of the critic's copy; None: rollout.tensor_parallel for
+    the sampler, 1 for the copy."""
 
     def as_given(self) -> dict[str, Any]:
         """The form of config files."""
-        given = {key: value for key, value in vars(self).items() if value is not None and value is not False}
+        given = {key: value for key, value in vars(self).items() if value is not None}
         return given if self.ranks is None else {**given, "ranks": in_words(self.ranks)}
 
 
@@ -107,13 +109,13 @@ def _style_beside(roles: Mapping[str, Any]) -> Style:
 
 
 def _read_role(role: str, keys: Any) -> RoleRanks:
-    known = ", ".join(_KEYS if role == "sampler" else _KEYS[:-1])
+    known = ", ".join(_KEYS)
     require(
         isinstance(keys, Mapping) and keys,
         f"placement.{role} must be a mapping with {known}, got {keys}: write for example {{{role}: {{ranks: 0-3}}}}",
     )
     for key in keys:
-        hint = nearest_hint(str(key), _KEYS, otherwise=f"a role has {known}")
+        hint = _RETIRED.get(key) or nearest_hint(str(key), _KEYS, otherwise=f"a role has {known}")
         require(key in _KEYS, f"unknown key placement.{role}.{key}: {hint}")
     for key, least, most in (("zero", 0, 3), ("tensor_parallel", 1, _MOST_RANKS)):
         value = keys.get(key, least)
@@ -121,11 +123,16 @@ def _read_role(role: str, keys: Any) -> RoleRanks:
             type(value) is int and least <= value <= most,
             f"placement.{role}.{key} must be a whole number of {least} or more, at most {most}, got {value}: give one",
         )
-    with_actor = keys.get("with_actor", False)
+    together = keys.get("tensor_parallel")
     require(
-        isinstance(with_actor, bool) and (role == "sampler" or "with_actor" not in keys),
-        f"placement.sampler.with_actor must be true or false, got placement.{role}.with_actor {with_actor}: give one "
-        "to sampler, or leave it out",
+        together is None or role in _INFERENCE,
+        f"placement.{role}.tensor_parallel splits inference weights, which {' and '.join(_INFERENCE)} have, got "
+        f"{together}: leave it out; zero 3, and for frozen models rollout.offload_frozen, save memory too",
+    )
+    require(
+        not keys.get("zero") or role not in _INFERENCE,
+        f"placement.{role} has inference weights, which ZeRO does not shard, got zero {keys.get('zero')}: give "
+        "tensor_parallel, or leave it out",
     )
     return RoleRanks(**{**keys, "ranks": read_ranks(keys["ranks"], role)} if "ranks" in keys else keys)
 

@@ -156,11 +156,8 @@ class ResidencyRules:
     ) -> RoleResidency:
         """Return the residency of a reward model, the reference or the teacher, which computes in phase `reads_in`.
 
-        With tensor parallelism, its inference weights stay on the device. `sharded_on_host`: the trained role of the
-        same kind has `zero.offload_parameters`.
+        `sharded_on_host`: the trained role of the same kind has `zero.offload_parameters`.
         """
-        if place.tensor_parallel > 1:
-            return RoleResidency({"inference weights": _ON_DEVICE})
         if place.zero == 3:
             return RoleResidency({"weights": _ON_HOST if self.offload_frozen or sharded_on_host else _ON_DEVICE})
         visit: tuple[Place, ...] = tuple("device" if phase == reads_in else "host" for phase in PHASES)
@@ -173,7 +170,7 @@ class ResidencyRules:
     def _role(self, name: str, placement: Placement) -> RoleResidency:
         place = placement[name]
         if name == "actor":
-            return self.actor(place.zero, samples=placement.with_actor or not placement.separate_sampler)
+            return self.actor(place.zero, samples=not placement.separate_sampler)
         if name == "critic":
             return self.learner(name, place.zero)
         if name == CRITIC_COPY:

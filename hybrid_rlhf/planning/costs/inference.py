@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hybrid_rlhf.planning.costs.passes import ModelPasses, Numbers, PassedTokens
+from hybrid_rlhf.planning.costs.passes import ModelPasses, Numbers
 from hybrid_rlhf.planning.costs.work import Work
 from hybrid_rlhf.planning.curves import Size
 
@@ -16,14 +16,6 @@ class InferenceGroup:
 
     passes: ModelPasses
     hosts: int
-
-    def read(self, batch: PassedTokens) -> Work:
-        """The forward of a frozen role."""
-        passes = self.passes
-        work = Work(passes.curves.calls.get("prefill", 0.0))
-        work += self._layer(batch.tokens, batch.squares) * passes.sizes.layers
-        work += Work(passes.head(batch.head_tokens) + passes.logprobs(batch.head_tokens))
-        return Work(work.compute * passes.curves.factor("forward"), work.wire)
 
     def prefill(self, prompts: int, prompt_tokens: float, *, at_once: int) -> Work:
         """Prefills of prompts of a length, so many at once."""

@@ -69,10 +69,6 @@ class Costs:
         """A role's forward over all completions of a rollout, on each of its ranks."""
         place = plan.roles[role.name]
         rows = len(self.job.lengths.completions)
-        if not role.is_trained and place.tensor_parallel > 1:  # each group reads its part of the rows
-            passes = ModelPasses(self.curves, role.sizes, self.job.dtype, place.tensor_parallel)
-            count, batch = self._micro_batches(rows, len(place.groups))
-            return InferenceGroup(passes, self._most_hosts(place.groups)).read(batch) * count
         engine = self._engine(role, place)
         count, batch = self._micro_batches(rows, engine.span.ranks)
         beside = self._call("read") + self._call("read_token") * batch.tokens
@@ -122,13 +118,12 @@ class Costs:
             self._seen(plan.roles["actor"]),
             self._ways(plan),
             plan.separate,
-            plan.placement.with_actor,
             plan.offload_states,
             plan.policy_lag,
         )
     )
     def weight_sync(self, plan: StepPlan) -> Work:
-        """Filling the inference weights, and the check of them: the sampler's, the actor's, or one after the other."""
+        """Filling the inference weights, and the check of them."""
         job = self.job
         sizes = job.actor.sizes
         actor = plan.roles["actor"]
@@ -137,7 +132,7 @@ class Costs:
         work = Work()
         if plan.separate:  # ranks send what they have of a weight: nothing is gathered
             work += entered + self._transfer(plan)
-        if not plan.separate or plan.placement.with_actor:
+        else:
             views = actor.zero < 3 and job.device.type == "cuda"
             work += entered + Work(0.0 if views else self.curves.copies(self._sampled_bytes(plan)))
             if actor.zero == 3:

@@ -197,10 +197,6 @@ class RewardComponent(ABC):
     """True if its micro-batches, if any, have no padding."""
     world: World | None = None
     """The ranks that share the rows; None for all ranks."""
-    tensor_parallel: int = 1
-    """Ranks that compute the same rows together."""
-    reports_rows: bool = True
-    """True if this rank is the one among its tensor-parallel ranks whose scores count."""
     logged_alone = True
     """True if its scores are logged even when it is the only component, when they are also the scores of the
     rollout."""

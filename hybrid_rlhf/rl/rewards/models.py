@@ -22,13 +22,10 @@ from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.collation import padded
 from hybrid_rlhf.data.rows.stepwise import SEPARATOR_KEY, StepwiseTokens, encode_steps
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
-from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.models.pretrained.loading import stored_heads
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
-
-RewardModel = ModelEngine | InferenceReader
 
 
 class ScoreTransform:
@@ -68,14 +65,12 @@ class _PresentModel(RewardComponent):
 
     in_background = False
 
-    def __init__(self, config: RewardComponentConfig, engine: RewardModel) -> None:
+    def __init__(self, config: RewardComponentConfig, engine: ModelEngine) -> None:
         super().__init__(config)
         self._engine = engine
         self._transform = ScoreTransform(config, engine.config)
         self.packs = engine.packs
         self.world = engine.world
-        self.tensor_parallel = engine.tensor_parallel
-        self.reports_rows = engine.reports_rows
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """Return a call that runs the forwards, on this rank's rows."""
@@ -103,7 +98,7 @@ class ModelReward(_PresentModel):
     logged_alone = False
 
     def __init__(
-        self, config: RewardComponentConfig, engine: RewardModel, *, end: tuple[int, Sequence[int]] | None = None
+        self, config: RewardComponentConfig, engine: ModelEngine, *, end: tuple[int, Sequence[int]] | None = None
     ) -> None:
         """Take the model, and the end of a turn with the tokens after it, where the model was trained to score
         (data/chat/conversation.py, turn_end)."""
@@ -151,7 +146,7 @@ class AbsentReward(RewardComponent):
 class RetokenizingModelReward(_PresentModel):
     """A reward model that reads the text with its own chat template and tokenizer."""
 
-    def __init__(self, config: RewardComponentConfig, engine: RewardModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: RewardComponentConfig, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, engine)
         self._tokenizer = tokenizer
         self._steps = config.steps

@@ -13,7 +13,6 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.data.chat.conversation import turn_end
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
-from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.functional.masking import spread
 from hybrid_rlhf.rl.batch import LocalRows, Rollout
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
@@ -27,7 +26,7 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 COUNTS = ("/failures", "/dropped")
 """Suffixes of the metrics that are counts; the others are means."""
-MicroBatchesOn = Callable[[World, int], list[list[int | None]]]
+MicroBatchesOn = Callable[[World], list[list[int | None]]]
 _NO_TEXT = CompletionTexts([], [], {})
 
 
@@ -76,9 +75,8 @@ class Reward:
         Args:
             rows: rows on this rank, among them those of `self.micro_batches(micro_batches)`.
             count: number of rows over all ranks.
-            micro_batches: returns this rank's rows for a component, from its ranks and the size of their
-                tensor-parallel groups; None is an empty row. Each row is on exactly one group, and all groups have the
-                same number of micro-batches.
+            micro_batches: returns this rank's rows for a component, from its ranks; None is an empty row. Each row is
+                on exactly one rank, and all have the same number of micro-batches.
             read_texts: returns rows as text; called only if a component of this rank reads text.
             may_drop_all: true if all rows may be dropped.
             beside: called after functions and endpoints have started, before any rank waits for another.
@@ -133,17 +131,17 @@ class Reward:
         return [rows for component in self._components for rows in self._micro_batches(component, micro_batches)]
 
     def _micro_batches(self, component: RewardComponent, micro_batches: MicroBatchesOn) -> list[list[int | None]]:
-        return micro_batches(component.world or self._world, component.tensor_parallel)
+        return micro_batches(component.world or self._world)
 
     def _batches(
         self, rows: LocalRows[Rollout], micro_batches: MicroBatchesOn, read_texts: Callable[[Rollout], CompletionTexts]
     ) -> list[RewardBatch]:
         """This rank's rows for each component."""
         reads_text = any(component.reads_text for component in self._components)
-        shared: dict[tuple[tuple[int, ...], int], RewardBatch] = {}
+        shared: dict[tuple[int, ...], RewardBatch] = {}
         batches = []
         for component in self._components:
-            key = ((component.world or self._world).members, component.tensor_parallel)
+            key = (component.world or self._world).members
             if key not in shared:
                 batch = RewardBatch(rows, self._micro_batches(component, micro_batches), _NO_TEXT)
                 texts = read_texts(rows.on_host(batch.numbers)) if reads_text else _NO_TEXT
@@ -156,11 +154,7 @@ class Reward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, 1 where a row has a score, and 1 where it failed, from all ranks: [components, N] float32 each."""
         table = torch.zeros(3, len(scores), count)
-        for place, (component, batch, component_scores) in enumerate(
-            zip(self._components, batches, scores, strict=True)
-        ):
-            if not component.reports_rows:
-                continue
+        for place, (batch, component_scores) in enumerate(zip(batches, scores, strict=True)):
             rows = torch.tensor(batch.numbers, dtype=torch.long)
             table[0, place, rows] = torch.tensor([value or 0.0 for value in component_scores.values])
             table[1, place, rows] = torch.tensor([float(value is not None) for value in component_scores.values])
@@ -239,7 +233,7 @@ def build_reward(
     tokenizer: PreTrainedTokenizerBase,
     resolve: Callable[[str], str],
     load_tokenizer: Callable[[str], PreTrainedTokenizerBase],
-    build_engine: Callable[[str, str], ModelEngine | InferenceReader | AbsentEngine],
+    build_engine: Callable[[str, str], ModelEngine | AbsentEngine],
 ) -> Reward:
     """A reward from its config. Every rank calls.
 

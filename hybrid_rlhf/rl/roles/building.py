@@ -10,14 +10,12 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig
-from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine, build_reader
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
 from hybrid_rlhf.engines.separate.broadcast import SyncRanks
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
-from hybrid_rlhf.engines.separate.joint import JointSampler
-from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
 from hybrid_rlhf.loop.setup import (
@@ -29,7 +27,7 @@ from hybrid_rlhf.loop.setup import (
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.rl.rewards import Reward, build_reward
 from hybrid_rlhf.rl.roles.placing import reference_path_of, residency_of
-from hybrid_rlhf.rl.roles.roles import Actor, Engine, FrozenRole, Roles
+from hybrid_rlhf.rl.roles.roles import Actor, Engine, Roles
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -110,8 +108,7 @@ class _Builder:
         config = self._config
         part = self._part("actor")
         actor = None
-        alone = self._placement.separate_sampler or self._rollout.backend == "vllm"
-        samples = self._placement.with_actor or not alone
+        samples = not (self._placement.separate_sampler or self._rollout.backend == "vllm")
         with shared_user_errors(self._run.world):
             if part.is_member:
                 actor = build_actor(
@@ -135,9 +132,7 @@ class _Builder:
         # selected completions are learned as in SFT
         return replace(spec, learning="sft") if self._config.algorithm.selects else spec
 
-    def sampler(
-        self, actor: Actor, tokenizer: PreTrainedTokenizerBase
-    ) -> SeparateSampler | JointSampler | VLLMSampler | None:
+    def sampler(self, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> SeparateSampler | VLLMSampler | None:
         placement = self._placement
         faults = self._config.faults
         if self._rollout.backend == "vllm" and isinstance(actor, HybridEngine):
@@ -153,7 +148,7 @@ class _Builder:
         ranks = self._sync_ranks("actor", "sampler")
         trained = actor if isinstance(actor, HybridEngine) else None
         with shared_user_errors(self._run.world):
-            separate = SeparateSampler(
+            return SeparateSampler(
                 trained,
                 world=self._part("sampler"),
                 ranks=ranks,
@@ -162,7 +157,6 @@ class _Builder:
                 check_weights=faults.check_weights,
                 residency=self._residency["sampler"],
             )
-        return JointSampler(separate, trained, world=ranks.union) if placement.with_actor else separate
 
     def critic(self, path: str, actor: Actor) -> Engine:
         config = self._config
@@ -203,7 +197,7 @@ class _Builder:
             build_engine=lambda name, path: self.frozen(name, path, role="reward"),
         )
 
-    def frozen(self, name: str, path: str, *, role: Role) -> FrozenRole:
+    def frozen(self, name: str, path: str, *, role: Role) -> Engine:
         """A frozen model by its name in the placement: a scorer as reward, a language model as reference."""
         config = self._config
         place = self._placement[name]
@@ -218,13 +212,7 @@ class _Builder:
             heads=None,
             offload_weights=residency.visits("weights"),
         )
-        if place.tensor_parallel == 1:
-            return self._engine(spec, name)
-        part = self._part(name)
-        with shared_user_errors(self._run.world):
-            reader = build_reader(spec, part, tensor_parallel=place.tensor_parallel) if part.is_member else None
-        facts = self._facts(reader, part)
-        return AbsentEngine(role, part, facts) if reader is None else reader
+        return self._engine(spec, name)
 
     def _trained(self, role: Role, path: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> EngineSpec:
         config = self._config
@@ -246,7 +234,7 @@ class _Builder:
     def _part(self, name: str) -> World:
         return self._run.world.part(self._placement[name].ranks)
 
-    def _facts(self, engine: ModelEngine | InferenceReader | None, part: World) -> EngineFacts:
+    def _facts(self, engine: ModelEngine | None, part: World) -> EngineFacts:
         """Facts of a model, broadcast from the first rank that has it."""
         facts = self._run.world.broadcast_object(None if engine is None else engine.facts, source=part.members[0])
         assert facts is not None

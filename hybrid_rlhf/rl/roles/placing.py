@@ -32,7 +32,7 @@ def _sequence_groups(placement: Placement, size: int) -> list[tuple[int, ...]]:
     roles = placement.roles if size > 1 else {}
     groups = []
     for name, role in roles.items():
-        if name in ("sampler", CRITIC_COPY) or role.tensor_parallel > 1:  # these have inference weights
+        if name in ("sampler", CRITIC_COPY):  # these have inference weights
             continue
         ranks = role.ranks
         if len(ranks) % size:

@@ -11,8 +11,6 @@ from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
 from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
-from hybrid_rlhf.engines.separate.joint import JointSampler
-from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
 from hybrid_rlhf.rl.rewards import Reward
@@ -20,7 +18,6 @@ from hybrid_rlhf.runtime.world import World
 
 Engine = ModelEngine | AbsentEngine
 Actor = HybridEngine | AbsentActor
-FrozenRole = ModelEngine | InferenceReader | AbsentEngine
 
 
 @dataclass(frozen=True)
@@ -33,13 +30,13 @@ class Roles:
     actor: Actor
     reward: Reward
     critic: Engine | None = None
-    reference: FrozenRole | None = None
+    reference: Engine | None = None
     """None also if the reference is the actor without its adapters."""
-    separate_sampler: SeparateSampler | JointSampler | VLLMSampler | None = None
-    """A sampler on ranks of its own, alone or with the actor, or in vLLM's processes; None if the actor samples."""
+    separate_sampler: SeparateSampler | VLLMSampler | None = None
+    """A sampler on ranks of its own, or in vLLM's processes; None if the actor samples."""
     critic_copy: CriticCopy | None = None
     """Computes the critic's values; None if the critic computes them."""
-    teacher: FrozenRole | None = None
+    teacher: Engine | None = None
     """None without on-policy distillation."""
     reference_beside_rewards: bool = False
     """True if the reference and the reward models have no rank in common, and so read at the same time."""

@@ -20,18 +20,16 @@ from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, PenaltiesCon
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
-from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, row_values
 from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
-from hybrid_rlhf.rl.roles.roles import FrozenRole, Roles
+from hybrid_rlhf.rl.roles.roles import Engine, Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.runtime.observability.timers import Timers
 
-_Reader = ModelEngine | InferenceReader
-_AnyReader = _Reader | CriticCopy | AbsentEngine
+_AnyReader = ModelEngine | CriticCopy | AbsentEngine
 
 
 class RolloutScorer:
@@ -216,7 +214,7 @@ class RolloutScorer:
                 return reading.values(base, self._logprobs_of(base))
         return {}
 
-    def _read_frozen(self, reading: _Reading, model: FrozenRole) -> dict[int, Tensor]:
+    def _read_frozen(self, reading: _Reading, model: Engine) -> dict[int, Tensor]:
         """A frozen language model's log-probs of this rank's rows; {} on a rank without it."""
         if isinstance(model, AbsentEngine):
             return {}
@@ -248,7 +246,7 @@ class RolloutScorer:
             return reading.values(reader, lambda batch: values_before(reader(batch.input_ids, batch.attention_mask)))
         return {}
 
-    def _logprobs_of(self, engine: _Reader) -> Callable[[Rollout], Tensor]:
+    def _logprobs_of(self, engine: ModelEngine) -> Callable[[Rollout], Tensor]:
         temperature = self._config.sampling.temperature
         return lambda batch: engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)[0]
 
@@ -269,7 +267,7 @@ class _Reading:
         """Numbers of the rows of each micro-batch of a reader, and the micro-batch on the device."""
         return ((numbers, self.rows(numbers)) for numbers in self._numbers(reader))
 
-    def values(self, reader: _Reader | CriticCopy, read: Callable[[Rollout], Tensor]) -> dict[int, Tensor]:
+    def values(self, reader: ModelEngine | CriticCopy, read: Callable[[Rollout], Tensor]) -> dict[int, Tensor]:
         """`read(micro-batch)` [n, t] of the rows that this rank reports, by row."""
         values: dict[int, Tensor] = {}
         for numbers, batch in self.micro_batches(reader):
