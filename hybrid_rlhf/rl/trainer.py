@@ -17,7 +17,7 @@ from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
 from hybrid_rlhf.loop.trainer import Trainer
-from hybrid_rlhf.rl.batch import Batch, Rollout, restored_rows, with_prefix, without_prefix
+from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, Rollout, restored_rows, with_prefix, without_prefix
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics, speed_metrics
 from hybrid_rlhf.rl.parts import RLSession
 from hybrid_rlhf.rl.rollouts.advantages import KLController, NothingToLearn
@@ -75,6 +75,7 @@ class RLTrainer(Trainer):
         self._updater = parts.updater
         self._collector = session.collector
         self._stream = session.collector.stream
+        self._epochs = config.algorithm.epochs
         self._max_logprob_diff = run.world.broadcast_object(sampler.max_logprob_diff, source=sampler.world.members[0])
         self._kl = KLController(config.algorithm.kl)
         self._entropy: EntropyController | None = None
@@ -88,66 +89,84 @@ class RLTrainer(Trainer):
         """A resumed step with updates that have not been made yet."""
 
     def step(self, step: int) -> dict[str, float]:
-        """Sample, score, estimate, update."""
-        config = self._rl
-        kl_coef = self._kl.kl_coef
+        """Take completions, score them and estimate advantages (`batch`), update, log."""
         self._run.timers.take()  # writing a checkpoint may have waited for completions
-        start: float | None = time.perf_counter()
+        start = time.perf_counter()
+        resumed, self._interrupted = self._interrupted, None
         try:
-            if self._interrupted is not None:
-                batch, progress = self._interrupted
-                start = None
-                self._interrupted = None
-            else:
-                batch = self.batch(step)
-                progress = None
+            batch, progress = resumed or (self.batch(step), None)
         except NothingToLearn as error:
             return self._learns_nothing(step, str(error), error.metrics)
         except NonFiniteError as error:
             self._run.timers.take()
             return self._skipped.record(step, error.what)
-        plans = [self._parts.plan(batch.rollout, step=step, epoch=epoch) for epoch in range(config.algorithm.epochs)]
-        recorded = due(step - 1, config.logging.samples_every)
+        plans = [self._parts.plan(batch.rollout, step=step, epoch=epoch) for epoch in range(self._epochs)]
         if not plans[0].rows:
-            if recorded:
-                self._write_samples(step, batch)
+            self._write_samples(step, batch)
             metrics = {**rollout_metrics(batch, self._world), **batch.metrics}
             return self._learns_nothing(step, _ALL_TRUNCATED, metrics)
-        entropy_coef = None
-        if self._entropy is not None:
-            entropy = self._entropy.measured(batch.rollout, self._world)
-            entropy_coef = self._entropy.coef(entropy)
-        train_actor = config.critic is None or step > config.critic.warmup_steps
+        entropy = None if self._entropy is None else self._entropy.measured(batch.rollout, self._world)
+        report = self._update(step, batch, plans, progress, entropy)
+        metrics = {**rollout_metrics(report.batch, self._world), **batch.metrics, **report.metrics}
+        metrics |= self._speed(report, None if resumed else start)
+        self._require_own_samples(step, metrics)
+        metrics |= self._move_coefficients(step, metrics, entropy, completions=len(plans[0].index))
+        if due(step, self._rl.reference.refresh_every):
+            self._roles.refresh_reference()
+        self._write_samples(step, report.batch, report.ratios)
+        return metrics | self._skipped.record(step, self._kept_faults(step, report))
+
+    def _trains_actor(self, step: int) -> bool:
+        critic = self._rl.critic
+        return critic is None or step > critic.warmup_steps
+
+    def _records(self, step: int) -> bool:
+        """True if the samples of a step are written."""
+        return due(step - 1, self._rl.logging.samples_every)
+
+    def _update(
+        self,
+        step: int,
+        batch: Batch,
+        plans: Sequence[MiniBatchPlan],
+        progress: Progress | None,
+        entropy: float | None,
+    ) -> UpdateReport:
+        """Update actor and critic, with checkpoints within the step; `entropy` is that of the rollout."""
         with self._run.timers("training"):
-            report = self._updater.update(
+            return self._updater.update(
                 batch,
                 plans,
-                kl_coef=kl_coef,
-                entropy_coef=entropy_coef,
-                train_actor=train_actor,
+                kl_coef=self._kl.kl_coef,
+                entropy_coef=None if self._entropy is None or entropy is None else self._entropy.coef(entropy),
+                train_actor=self._trains_actor(step),
                 progress=progress,
-                keeps_ratios=recorded and config.logging.tokens,
+                keeps_ratios=self._records(step) and self._rl.logging.tokens,
                 between=lambda progress: self._checkpoints.within_step(
                     partial(self._partial_state, step, batch, progress)
                 ),
             )
-        metrics = {**rollout_metrics(report.batch, self._world), **batch.metrics, **report.metrics}
-        metrics |= self._speed(report, start)
-        self._require_own_samples(step, metrics)
-        if "objective/kl" in metrics and train_actor:
-            self._kl.update(metrics["objective/kl"], completions=len(plans[0].index))
-        if self._entropy is not None and train_actor:
-            metrics["policy/entropy_coef"] = self._entropy.coef(entropy)
-            self._entropy.update(entropy)
-        if due(step, config.reference.refresh_every):
-            self._roles.refresh_reference()
-        if recorded:
-            self._write_samples(step, report.batch, report.ratios)
-        faults = list[str]()
-        if report.skipped is not None:
-            self._skipped.keep(step, self._texts(report.skipped.rows, report.skipped.numbers))
-            faults = [f"a gradient of the {role}" for role in report.skipped.roles]
-        return metrics | self._skipped.record(step, faults)
+
+    def _move_coefficients(
+        self, step: int, metrics: Mapping[str, float], entropy: float | None, *, completions: int
+    ) -> dict[str, float]:
+        """Move the coefficients of KL and entropy after a step that trained the actor; returns that of the entropy."""
+        if not self._trains_actor(step):
+            return {}
+        if "objective/kl" in metrics:
+            self._kl.update(metrics["objective/kl"], completions=completions)
+        if self._entropy is None or entropy is None:
+            return {}
+        used = {"policy/entropy_coef": self._entropy.coef(entropy)}
+        self._entropy.update(entropy)
+        return used
+
+    def _kept_faults(self, step: int, report: UpdateReport) -> list[str]:
+        """What was not finite in a step's updates; the rows that may be the cause are written out."""
+        if report.skipped is None:
+            return []
+        self._skipped.keep(step, self._texts(report.skipped.rows, report.skipped.numbers))
+        return [f"a gradient of the {role}" for role in report.skipped.roles]
 
     def batch(self, step: int) -> Batch:
         """This rank's training data of a step: its rollout with rewards and advantages. Every rank calls, in the order
@@ -202,7 +221,9 @@ class RLTrainer(Trainer):
         return metrics
 
     def _write_samples(self, step: int, batch: Batch, ratios: torch.Tensor | None = None) -> None:
-        """Write the samples of a step and, if configured, their tokens. Every rank calls."""
+        """Write the samples of a step and, if configured, their tokens, if they are due. Every rank calls."""
+        if not self._records(step):
+            return
         index = batch.rollout.numbered(self._world)
         self._samples.write(step, index.bring(self._texts.of_batch(batch, index.mine)))
         if self._rl.logging.tokens:
