@@ -29,7 +29,9 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor
+from hybrid_rlhf.engines.engine import EngineFacts
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.role_model import AbsentEngine
 from hybrid_rlhf.engines.separate.broadcast import SyncRanks
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.generation import SamplingParams
@@ -100,7 +102,8 @@ def separate_sampler(folder: str, world: World, options: argparse.Namespace) -> 
     create_groups([trains, samples])
     own, other = world.part(trains), world.part(samples)
     spec = EngineSpec("actor", folder, ModelConfig(), ZeroConfig(stage=options.stage), 0, OptimizerConfig())
-    trained = build_actor(spec, own, samples=False) if own.is_member else None
+    absent = AbsentEngine("actor", own, EngineFacts(packs=True))
+    trained = build_actor(spec, own, samples=False) if own.is_member else absent
     rollout = RolloutConfig(tensor_parallel=options.tensor_parallel)
     return SeparateSampler(trained, world=other, ranks=SyncRanks.of(world, trains, samples), rollout=rollout)
 

@@ -3,9 +3,9 @@
 Read `engine.py` (train one model), `hybrid.py` (the actor, which also generates), `builder.py` and `ds_config.py`
 (config sections to engines), `partition.py` (full weights from ZeRO-3), `weight_check.py` (after each weight sync),
 `saved/` (checkpoints to resume from), `averaging.py` and `residency/` (what is on the device in each phase);
-`separate/` (inference weights on ranks without a training model) and `sampling_engine.py` (the interface that such a
-sampler shares with the actor); `adapters/` (many adapters of one base, without DeepSpeed, also as the actors of several
-runs). Private members of DeepSpeed are used only in `deepspeed_internals.py`.
+`role_model.py` (the interface of a role's model, also on ranks that do not have it), `sampling_engine.py` (that of an
+engine that samples) and `separate/` (inference weights on ranks without a training model); `adapters/` (many adapters
+of one base, without DeepSpeed). Private members of DeepSpeed are used only in `deepspeed_internals.py`.
 """
 
 from __future__ import annotations

@@ -133,6 +133,12 @@ class ModelEngine:
         with self._ranks(), ActivationOffload() if offloads else contextlib.nullcontext():
             return self._engine(*args, **kwargs)
 
+    def sync(self) -> None:
+        """Do nothing: its weights are those that train, or never change."""
+
+    def note_version(self, version: int) -> None:
+        """Do nothing: DeepSpeed counts the updates."""
+
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """Context for computations with a frozen model, whose weights may be offloaded outside it."""
         return contextlib.nullcontext() if self._host_weights is None else self._host_weights.on_device()
@@ -286,17 +292,3 @@ class ModelEngine:
             square = self.world.all_reduce(torch.nn.utils.get_total_norm(of_parts).square())
             total = (total.square() + square * parts / self.world.size).sqrt()
         return total
-
-
-class AbsentEngine:
-    """Placeholder for the model of a role on a rank that does not have it. It has the model's facts, but cannot
-    compute."""
-
-    def __init__(self, role: Role, world: World, facts: EngineFacts) -> None:
-        self.role: Role = role
-        self.world = world
-        self.facts = facts
-        self.operations = facts.operations
-        self.packs = facts.packs
-        self.weight_version = 0
-        """Number of optimizer updates of the weights at the last synchronization."""

@@ -22,10 +22,11 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
-from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions, ModelEngine, Role
+from hybrid_rlhf.engines.engine import EngineFacts, EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.partition import base_weights, full_weights, gathered, has_partitions
 from hybrid_rlhf.engines.residency.offload import OffloadedStates
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
+from hybrid_rlhf.engines.role_model import AbsentEngine
 from hybrid_rlhf.engines.sampling_engine import backend_maker, groups_of, rounds_otherwise
 from hybrid_rlhf.engines.weight_check import ElementCheck, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription
@@ -298,8 +299,6 @@ class AbsentActor(AbsentEngine):
         """Args: role, ranks and facts of the actor, the number of ranks that generate together, and `own` of their
         groups."""
         super().__init__(role, world, facts)
-        self.device = world.device
-        """Device of this rank."""
         self.generation_world = world.split(tensor_parallel, own=own)
         self.groups = groups_of(world, self.generation_world)
         """Number of tensor-parallel groups, and the index of this rank's; None: it is in none."""

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.partition import BaseWeight
+from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.functional.logprobs import FLOAT32_TOLERANCE
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE, agreement_with, probe_hidden, probe_routes
@@ -162,7 +162,7 @@ class Probe(Protocol):
 class TrainingProbe:
     """A Probe on the ranks of an engine, by its forward."""
 
-    def __init__(self, engine: ModelEngine, vocab_size: int) -> None:
+    def __init__(self, engine: RoleModel, vocab_size: int) -> None:
         self._engine = engine
         self._vocab_size = vocab_size
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
-from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
+from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.engines.saved.checkpoints import CheckpointWriter, LoopState, load_checkpoint
 from hybrid_rlhf.engines.saved.training_state import state_of
 from hybrid_rlhf.runtime.command_line import read_config
@@ -35,7 +35,7 @@ class CheckpointManager:
         self,
         run: Run,
         config: CheckpointConfig,
-        engines: Mapping[str, ModelEngine | AbsentEngine],
+        engines: Mapping[str, RoleModel],
         average: WeightAverage | None = None,
     ) -> None:
         """Take the run, the checkpoint settings, the engines by role, and the moving average of the actor's weights."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
-from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.partition import adapter_tensors, full_tensors
+from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.loop.model_card import model_card
 from hybrid_rlhf.models.lora import has_lora, write_adapter
 from hybrid_rlhf.models.pretrained.saving import save_model
@@ -25,14 +25,14 @@ from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
 ADAPTER_FOLDER = "adapter"
 
 
-def save_engine(run: Run, name: str, engine: ModelEngine | AbsentEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+def save_engine(run: Run, name: str, engine: RoleModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save a model of a run in a subfolder of the run; "" is the run's folder itself. The ranks with the model save.
 
     Adapters are merged into the model, and are also in its subfolder `adapter`, as peft writes them.
     """
     folder = run.folder / name
     run.watchdog.beat(f"save of {folder}")
-    if isinstance(engine, AbsentEngine):
+    if not engine.world.is_member:
         return
     if engine.world.is_main:
         folder.mkdir(exist_ok=True)
@@ -53,7 +53,7 @@ def save_engine(run: Run, name: str, engine: ModelEngine | AbsentEngine, tokeniz
             save_adapter(folder / ADAPTER_FOLDER, engine)
 
 
-def save_adapter(folder: Path, engine: ModelEngine) -> None:
+def save_adapter(folder: Path, engine: RoleModel) -> None:
     """Save the adapters of a model; every rank of the engine calls, its main rank writes."""
     tensors = adapter_tensors(engine.lm, engine.world)
     if engine.world.is_main:
@@ -63,7 +63,7 @@ def save_adapter(folder: Path, engine: ModelEngine) -> None:
     engine.world.barrier()
 
 
-def finish(run: Run, folders: Mapping[str, ModelEngine | AbsentEngine], tokenizer: PreTrainedTokenizerBase) -> None:
+def finish(run: Run, folders: Mapping[str, RoleModel], tokenizer: PreTrainedTokenizerBase) -> None:
     """Save the models of a run by subfolder, then mark the run as finished. Every rank calls."""
     for name, engine in folders.items():
         save_engine(run, name, engine, tokenizer)

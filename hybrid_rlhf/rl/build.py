@@ -22,7 +22,7 @@ from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.loaders import FEW_UPDATES, RowStream
 from hybrid_rlhf.data.tokenized import TokenizedData, load_prompt_data, load_ptx_data
 from hybrid_rlhf.engines.averaging import WeightAverage
-from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.role_model import Actor
 from hybrid_rlhf.loop.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.loop.setup import (
     log_plan,
@@ -39,7 +39,6 @@ from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import Environment, build_runner
 from hybrid_rlhf.rl.parts import RLParts, RLSession
 from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
-from hybrid_rlhf.rl.roles.roles import Actor
 from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
@@ -216,7 +215,7 @@ def _beside_training(
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[WeightAverage | None, PtxBatches | None]:
     """The average of the actor's weights, and the batches of PTX, where they are configured."""
-    if not isinstance(actor, ModelEngine):
+    if not actor.world.is_member:
         return None, None
     average = WeightAverage(actor.module, decay=config.actor.ema_decay) if config.actor.ema_decay else None
     ptx_batches = ptx and PtxBatches(

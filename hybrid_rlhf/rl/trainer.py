@@ -12,7 +12,6 @@ import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
@@ -57,7 +56,7 @@ class RLTrainer(Trainer):
         roles = parts.roles
         sampler = parts.roles.sampler
         changing = dict(roles.learners)
-        if config.reference.refresh_every and isinstance(roles.reference, ModelEngine | AbsentEngine):
+        if config.reference.refresh_every and roles.reference is not None:
             changing["reference"] = roles.reference
         super().__init__(
             config.algorithm.name,

@@ -20,9 +20,10 @@ from hybrid_rlhf.configs.sections.training import OptimizerConfig
 from hybrid_rlhf.engines import builder
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import _adamw, build_actor, build_engine
-from hybrid_rlhf.engines.engine import Role
+from hybrid_rlhf.engines.engine import EngineFacts, Role
 from hybrid_rlhf.engines.learning_rates import lr_factor
 from hybrid_rlhf.engines.partition import full_tensors
+from hybrid_rlhf.engines.role_model import AbsentEngine
 from hybrid_rlhf.runtime.world import World, close_world, init_world
 from tests.support.engines import PROMPTS, actor_spec, train_generate_save, train_step
 from tests.support.errors import user_error
@@ -250,3 +251,15 @@ def twice(world: World, path: Path) -> list[float]:
 def test_a_process_can_train_in_one_world_after_another(tmp_path: Path, model_folder: Path) -> None:
     first, second = run_ranks(twice, 1, tmp_path, model_folder)[0]
     assert first == second
+
+
+def test_a_rank_without_the_model_reads_nothing_and_refuses_to_compute() -> None:
+    elsewhere = World(-1, 2, 2, 3, torch.device("cpu"), ranks=(0, 1))
+    absent = AbsentEngine("critic", elsewhere, EngineFacts(packs=False))
+    assert not absent.packs and absent.weight_version == 0
+    absent.note_version(3)
+    with absent.on_device(), absent.reference() as base:
+        assert base is absent and absent.weight_version == 3
+    for compute in (absent, absent.step, lambda: absent.lm, lambda: absent.module, lambda: absent.config):
+        with pytest.raises(RuntimeError, match=r"only ranks \[0, 1\] have the critic"):
+            compute()

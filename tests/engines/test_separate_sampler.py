@@ -19,9 +19,11 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
+from hybrid_rlhf.engines.engine import EngineFacts
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import BaseWeight, base_weights, full_weights
 from hybrid_rlhf.engines.residency.rules import ResidencyRules
+from hybrid_rlhf.engines.role_model import AbsentEngine
 from hybrid_rlhf.engines.separate import broadcast
 from hybrid_rlhf.engines.separate.broadcast import Bucket, SyncRanks
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
@@ -66,7 +68,8 @@ def build_separate(
         spec = actor_spec(path, **({"lr": 0.05} | (settings or {})))
         alone = RolloutConfig(routing_replay=rollout.routing_replay)
         actor = build_actor(spec, own, rollout=alone, samples=samples)
-    return actor, SeparateSampler(actor, world=other, ranks=ranks, rollout=rollout, **faults)
+    model = AbsentEngine("actor", own, EngineFacts(packs=True)) if actor is None else actor
+    return actor, SeparateSampler(model, world=other, ranks=ranks, rollout=rollout, **faults)
 
 
 def synced(sampler: SeparateSampler) -> SyncedWeights:

@@ -20,7 +20,8 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     set_counters,
     set_loss_scale,
 )
-from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
+from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.engines.saved.fragments import (
     local_values,
     named_tensors,
@@ -104,7 +105,7 @@ def _restore_numbers(engine: DeepSpeedEngine, numbers: dict[str, Any]) -> None:
 class AbsentState:
     """Replaces TrainingState on a rank without the engine: writes nothing, restores only the weight version."""
 
-    def __init__(self, engine: AbsentEngine) -> None:
+    def __init__(self, engine: RoleModel) -> None:
         self.world = engine.world
         self._engine = engine
 
@@ -118,12 +119,12 @@ class AbsentState:
 
     def restore(self, files: list[Path], numbers: dict[str, Any]) -> None:
         """Restore the weight version."""
-        self._engine.weight_version = numbers.get("counters", {}).get("global_steps", 0)
+        self._engine.note_version(numbers.get("counters", {}).get("global_steps", 0))
 
 
 AnyState = TrainingState | AbsentState
 
 
-def state_of(engine: ModelEngine | AbsentEngine, average: WeightAverage | None = None) -> AnyState:
+def state_of(engine: RoleModel, average: WeightAverage | None = None) -> AnyState:
     """Return the state of an engine; a placeholder on a rank without the engine."""
-    return AbsentState(engine) if isinstance(engine, AbsentEngine) else TrainingState(engine, average)
+    return TrainingState(engine, average) if isinstance(engine, ModelEngine) else AbsentState(engine)

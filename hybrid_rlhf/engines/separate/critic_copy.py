@@ -6,11 +6,13 @@ The copy receives the critic's weights before it computes (synced.py), and gives
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.engines.separate.broadcast import SyncRanks
 from hybrid_rlhf.engines.separate.synced import SyncedWeights, SyncSettings
 from hybrid_rlhf.functional.logprobs import agreement
@@ -22,11 +24,11 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 
 class CriticCopy:
-    """Computes values as the critic's ModelEngine does. The ranks of a tensor-parallel group compute the same rows."""
+    """A Reader of the critic's values. The ranks of a tensor-parallel group compute the same rows."""
 
     def __init__(
         self,
-        critic: ModelEngine | None,
+        critic: RoleModel,
         *,
         world: World,
         ranks: SyncRanks,
@@ -36,7 +38,7 @@ class CriticCopy:
         """Plan the inference weights. Every rank of the run makes this call, after `create_groups`.
 
         Args:
-            critic: engine of the critic; none on ranks that do not train it.
+            critic: the critic.
             world: ranks that compute values; none of them trains the critic.
             ranks: these ranks and the critic's.
             tensor_parallel: number of ranks that share one copy.
@@ -73,6 +75,10 @@ class CriticCopy:
         decoder = None if self._weights is None else self._weights.current(self._verify)
         self._scorer = None if decoder is None else InferenceScorer(decoder)
 
+    def on_device(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing: the weights are always on the device."""
+        return contextlib.nullcontext()
+
     def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the output of the head after each real token, as Scorer. All ranks of the group pass the same rows."""
         assert self._scorer is not None, "called after sync, on ranks of the copy"
@@ -88,7 +94,7 @@ class CriticCopy:
         critic = self._critic
         assert weights is not None
         ids = torch.tensor([probe_tokens(weights.model.described.architecture.vocab_size)], device=self.world.device)
-        expected: Tensor = self._ranks.of_source(None if critic is None else critic(ids, ids >= 0)[0].cpu())
+        expected: Tensor = self._ranks.of_source(critic(ids, ids >= 0)[0].cpu() if critic.world.is_member else None)
         if not bool(expected.isfinite().all()):
             return  # the weights are not finite, which the loop reports
         with shared_user_errors(self._ranks.union):

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
+from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.engines.sampling_engine import backend_maker, groups_of
 from hybrid_rlhf.engines.separate.broadcast import SyncRanks
 from hybrid_rlhf.engines.separate.synced import SyncedWeights, SyncSettings
@@ -41,7 +41,7 @@ class SeparateSampler:
 
     def __init__(
         self,
-        actor: HybridEngine | None,
+        actor: RoleModel,
         *,
         world: World,
         ranks: SyncRanks,
@@ -53,7 +53,7 @@ class SeparateSampler:
         """Plan the inference weights. Every rank of the run makes this call, after `create_groups`.
 
         Args:
-            actor: engine of the actor; none on ranks that do not train it.
+            actor: the actor.
             world: ranks that sample; none of them trains the actor.
             ranks: these ranks and the actor's.
             rollout: settings of generation; none: the defaults.
@@ -120,7 +120,7 @@ class SeparateSampler:
     def weight_version(self) -> int:
         """Number of optimizer updates of the actor's weights; without the actor, at the last sync, -1 before the
         first."""
-        if self._actor is not None:
+        if self._actor.world.is_member:
             return self._actor.weight_version
         return -1 if self.weights is None else self.weights.version
 
@@ -198,7 +198,7 @@ class SeparateSampler:
             self._backend.sync_weights(decoder)
         start = time.perf_counter()
         vocab_size = weights.model.described.architecture.vocab_size
-        probe = _SentProbe(self._ranks, None if actor is None else TrainingProbe(actor, vocab_size))
+        probe = _SentProbe(self._ranks, TrainingProbe(actor, vocab_size) if actor.world.is_member else None)
         self._check(decoder, probe, updates=weights.version)
         self.weight_check_seconds = time.perf_counter() - start
 

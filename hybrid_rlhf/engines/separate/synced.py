@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.engines.engine import Role
+from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.engines.separate.broadcast import SyncRanks, TrainedModel, WeightBroadcast, compare_checksums
 from hybrid_rlhf.generation.architecture.hugging_face import NotDescribed
 from hybrid_rlhf.generation.model.decoder import Decoder
@@ -57,7 +58,7 @@ class SyncedWeights:
 
     def __init__(
         self,
-        trained: ModelEngine | None,
+        trained: RoleModel,
         settings: SyncSettings,
         *,
         ranks: SyncRanks,
@@ -67,7 +68,7 @@ class SyncedWeights:
         """Describe the model, and plan the inference weights. Every rank of the union makes this call.
 
         Args:
-            trained: engine of the model; none on ranks that do not train it.
+            trained: the model.
             settings: settings of the inference weights.
             ranks: the training and the receiving ranks.
             group: tensor-parallel group of this rank; none on a rank that does not receive.
@@ -80,9 +81,8 @@ class SyncedWeights:
         self._settings = settings
         self._ranks = ranks
         self._release_users = release
-        is_source = trained is not None and trained.world.is_main
         with shared_user_errors(ranks.union):
-            model = self._described(trained) if is_source and trained is not None else None
+            model = self._described(trained) if trained.world.is_main else None
         self.model: TrainedModel = ranks.of_source(model)
         self.dtype = settings.dtype or self.model.dtype
         with shared_user_errors(ranks.union):
@@ -96,7 +96,7 @@ class SyncedWeights:
         """Number of syncs so far."""
         self._held_version = -1
 
-    def _described(self, trained: ModelEngine) -> TrainedModel:
+    def _described(self, trained: RoleModel) -> TrainedModel:
         try:
             return TrainedModel.of(trained.lm, self._settings.describe)
         except NotDescribed as error:
@@ -132,9 +132,11 @@ class SyncedWeights:
             UserError: on every rank, when the weights arrived damaged, or ranks have made different updates.
         """
         trained = self._trained
-        version = self._held_version if trained is None else trained.weight_version
+        trains = trained.world.is_member
         updates_in_place = self._inference is None or (self._inference.in_place and self.decoder is not None)
-        states = self._ranks.union.all_gather_objects(_State(version, trained is not None, not updates_in_place))
+        states = self._ranks.union.all_gather_objects(
+            _State(trained.weight_version if trains else self._held_version, trains, not updates_in_place)
+        )
         self.version = self._agreed_version(states)
         if any(state.version != self.version for state in states):
             self._sync(everything=any(state.needs_all for state in states))
@@ -168,7 +170,7 @@ class SyncedWeights:
     def _sync(self, *, everything: bool) -> None:
         self.syncs += 1
         checked = self._settings.check_weights or self.syncs <= _CHECKED_SYNCS
-        if self._trained is not None:
+        if self._trained.world.is_member:
             self._broadcast.send(self._trained.lm, everything=everything, checked=checked)
         if self._inference is not None:
             self._held_version = -1  # not valid until the weights are complete

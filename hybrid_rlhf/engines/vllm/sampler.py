@@ -33,8 +33,8 @@ from hybrid_rlhf.configs.credentials import expanded_key
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_tensors
+from hybrid_rlhf.engines.role_model import Actor
 from hybrid_rlhf.engines.sampling_engine import groups_of
 from hybrid_rlhf.engines.vllm.process import (
     ServerProcess,
@@ -67,7 +67,7 @@ class VLLMSampler:
 
     def __init__(
         self,
-        actor: HybridEngine,
+        actor: Actor,
         tokenizer: PreTrainedTokenizerBase,
         *,
         rollout: RolloutConfig,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.generation.sampling import Completion
 from hybrid_rlhf.rl.batch.sharing import RowIndex, with_prefix, without_prefix
@@ -80,7 +80,7 @@ class RouterAgreement:
     def __init__(self, device: torch.device) -> None:
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
 
-    def add(self, actor: ModelEngine) -> None:
+    def add(self, actor: RoleModel) -> None:
         """Count the agreement of the actor's last forward."""
         if (counts := actor.router_agreement) is not None:
             self._counts += counts

@@ -21,7 +21,7 @@ from hybrid_rlhf.data.chat.conversation import encode_completion
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.collation import padded
 from hybrid_rlhf.data.rows.stepwise import SEPARATOR_KEY, StepwiseTokens, encode_steps
-from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
+from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.models.pretrained.loading import stored_heads
 from hybrid_rlhf.rl.batch import Rollout
@@ -65,7 +65,7 @@ class _PresentModel(RewardComponent):
 
     in_background = False
 
-    def __init__(self, config: RewardComponentConfig, engine: ModelEngine) -> None:
+    def __init__(self, config: RewardComponentConfig, engine: RoleModel) -> None:
         super().__init__(config)
         self._engine = engine
         self._transform = ScoreTransform(config, engine.config)
@@ -98,7 +98,7 @@ class ModelReward(_PresentModel):
     logged_alone = False
 
     def __init__(
-        self, config: RewardComponentConfig, engine: ModelEngine, *, end: tuple[int, Sequence[int]] | None = None
+        self, config: RewardComponentConfig, engine: RoleModel, *, end: tuple[int, Sequence[int]] | None = None
     ) -> None:
         """Take the model, and the end of a turn with the tokens after it, where the model was trained to score
         (data/chat/conversation.py, turn_end)."""
@@ -132,7 +132,7 @@ class AbsentReward(RewardComponent):
     reads_text = False
     in_background = False
 
-    def __init__(self, config: RewardComponentConfig, engine: AbsentEngine, *, logged_alone: bool) -> None:
+    def __init__(self, config: RewardComponentConfig, engine: RoleModel, *, logged_alone: bool) -> None:
         super().__init__(config)
         self.packs = engine.packs
         self.world = engine.world
@@ -146,7 +146,7 @@ class AbsentReward(RewardComponent):
 class RetokenizingModelReward(_PresentModel):
     """A reward model that reads the text with its own chat template and tokenizer."""
 
-    def __init__(self, config: RewardComponentConfig, engine: ModelEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: RewardComponentConfig, engine: RoleModel, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, engine)
         self._tokenizer = tokenizer
         self._steps = config.steps

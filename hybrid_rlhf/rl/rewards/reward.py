@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.data.chat.conversation import turn_end
-from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
+from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.functional.masking import spread
 from hybrid_rlhf.rl.batch import LocalRows, Rollout
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
@@ -233,7 +233,7 @@ def build_reward(
     tokenizer: PreTrainedTokenizerBase,
     resolve: Callable[[str], str],
     load_tokenizer: Callable[[str], PreTrainedTokenizerBase],
-    build_engine: Callable[[str, str], ModelEngine | AbsentEngine],
+    build_engine: Callable[[str, str], RoleModel],
 ) -> Reward:
     """A reward from its config. Every rank calls.
 
@@ -263,7 +263,7 @@ def build_reward(
         engine = build_engine(component.label, path)
         reads_tokens = component.steps == "last" and tokenizes_alike(reward_tokenizer, tokenizer)
         with shared_user_errors(world):
-            if isinstance(engine, AbsentEngine):
+            if not engine.world.is_member:
                 return AbsentReward(component, engine, logged_alone=not reads_tokens)
             if reads_tokens:
                 return ModelReward(component, engine, end=turn_end(tokenizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
@@ -12,8 +13,10 @@ from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
-from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
-from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
+from hybrid_rlhf.engines.engine import EngineFacts, Role
+from hybrid_rlhf.engines.hybrid import AbsentActor
+from hybrid_rlhf.engines.role_model import AbsentEngine, Actor, Reader, RoleModel
+from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.engines.separate.broadcast import SyncRanks
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
@@ -27,7 +30,7 @@ from hybrid_rlhf.loop.setup import (
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.rl.rewards import Reward, build_reward
 from hybrid_rlhf.rl.roles.placing import reference_path_of, residency_of
-from hybrid_rlhf.rl.roles.roles import Actor, Engine, Roles
+from hybrid_rlhf.rl.roles.roles import Roles
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -85,6 +88,7 @@ def build_roles(
         copy,
         None if teacher_path is None else build.frozen("teacher", teacher_path, role="reference"),
         reference_beside_rewards=placement.reference_beside_rewards,
+        close=build.close,
     )
 
 
@@ -103,8 +107,10 @@ class _Builder:
         self._updates = updates
         self._rollout = replace(config.rollout, tensor_parallel=placement.sampler.tensor_parallel)
         self._residency = residency_of(config, placement, run.world)
+        self.close: Callable[[], None] = lambda: None
+        """Ends the processes that engines have started."""
 
-    def actor(self, path: str) -> HybridEngine | AbsentActor:
+    def actor(self, path: str) -> Actor:
         config = self._config
         part = self._part("actor")
         actor = None
@@ -132,24 +138,25 @@ class _Builder:
         # selected completions are learned as in SFT
         return replace(spec, learning="sft") if self._config.algorithm.selects else spec
 
-    def sampler(self, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> SeparateSampler | VLLMSampler | None:
+    def sampler(self, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> SamplingEngine | None:
         placement = self._placement
         faults = self._config.faults
-        if self._rollout.backend == "vllm" and isinstance(actor, HybridEngine):
-            return VLLMSampler(
+        if self._rollout.backend == "vllm" and actor.world.is_member:
+            sampler = VLLMSampler(
                 actor,
                 tokenizer,
                 rollout=self._rollout,
                 logs=self._run.folder / "vllm",
                 max_logprob_diff=faults.max_logprob_diff,
             )
+            self.close = sampler.close
+            return sampler
         if not placement.separate_sampler:
             return None
         ranks = self._sync_ranks("actor", "sampler")
-        trained = actor if isinstance(actor, HybridEngine) else None
         with shared_user_errors(self._run.world):
             return SeparateSampler(
-                trained,
+                actor,
                 world=self._part("sampler"),
                 ranks=ranks,
                 rollout=self._rollout,
@@ -158,23 +165,23 @@ class _Builder:
                 residency=self._residency["sampler"],
             )
 
-    def critic(self, path: str, actor: Actor) -> Engine:
+    def critic(self, path: str, actor: Actor) -> RoleModel:
         config = self._config
         section = self._config.critic
         assert section is not None
         # the head of a reward model is trained on whole completions; before their end it predicts worse than a constant
         fresh_head = section.path is None and warm_start_folder(self._run, "critic") is None
         spec = self._trained("critic", path, section.optimizer, config.critic_lora)
-        base = actor.lm if section.share_base and isinstance(actor, HybridEngine) else None
+        base = actor.lm if section.share_base and actor.world.is_member else None
         return self._engine(replace(spec, base=base, fresh_head=fresh_head, head_lr=section.head_lr), "critic")
 
-    def critic_copy(self, critic: Engine) -> CriticCopy | None:
+    def critic_copy(self, critic: RoleModel) -> Reader | None:
         if CRITIC_COPY not in self._placement.roles:
             return None
         ranks = self._sync_ranks("critic", CRITIC_COPY)
         with shared_user_errors(self._run.world):
             return CriticCopy(
-                critic if isinstance(critic, ModelEngine) else None,
+                critic,
                 world=self._part(CRITIC_COPY),
                 ranks=ranks,
                 tensor_parallel=self._placement[CRITIC_COPY].tensor_parallel,
@@ -197,7 +204,7 @@ class _Builder:
             build_engine=lambda name, path: self.frozen(name, path, role="reward"),
         )
 
-    def frozen(self, name: str, path: str, *, role: Role) -> Engine:
+    def frozen(self, name: str, path: str, *, role: Role) -> RoleModel:
         """A frozen model by its name in the placement: a scorer as reward, a language model as reference."""
         config = self._config
         place = self._placement[name]
@@ -220,7 +227,7 @@ class _Builder:
         overrides = read_overrides(config.deepspeed_config)
         return EngineSpec(role, path, config.model, zero, config.seed, optimizer, lora, self._updates, overrides)
 
-    def _engine(self, spec: EngineSpec, name: str) -> Engine:
+    def _engine(self, spec: EngineSpec, name: str) -> RoleModel:
         part = self._part(name)
         with shared_user_errors(self._run.world):
             engine = build_engine(spec, part) if part.is_member else None
@@ -234,7 +241,7 @@ class _Builder:
     def _part(self, name: str) -> World:
         return self._run.world.part(self._placement[name].ranks)
 
-    def _facts(self, engine: ModelEngine | None, part: World) -> EngineFacts:
+    def _facts(self, engine: RoleModel | None, part: World) -> EngineFacts:
         """Facts of a model, broadcast from the first rank that has it."""
         facts = self._run.world.broadcast_object(None if engine is None else engine.facts, source=part.members[0])
         assert facts is not None

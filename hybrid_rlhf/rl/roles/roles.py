@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
-from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
 from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
+from hybrid_rlhf.engines.role_model import Actor, Reader, RoleModel
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
-from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
-from hybrid_rlhf.engines.separate.sampler import SeparateSampler
-from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.runtime.world import World
-
-Engine = ModelEngine | AbsentEngine
-Actor = HybridEngine | AbsentActor
 
 
 @dataclass(frozen=True)
@@ -29,30 +23,27 @@ class Roles:
     """All ranks of the run."""
     actor: Actor
     reward: Reward
-    critic: Engine | None = None
-    reference: Engine | None = None
+    critic: RoleModel | None = None
+    reference: RoleModel | None = None
     """None also if the reference is the actor without its adapters."""
-    separate_sampler: SeparateSampler | VLLMSampler | None = None
+    separate_sampler: SamplingEngine | None = None
     """A sampler on ranks of its own, or in vLLM's processes; None if the actor samples."""
-    critic_copy: CriticCopy | None = None
+    critic_copy: Reader | None = None
     """Computes the critic's values; None if the critic computes them."""
-    teacher: Engine | None = None
+    teacher: RoleModel | None = None
     """None without on-policy distillation."""
     reference_beside_rewards: bool = False
     """True if the reference and the reward models have no rank in common, and so read at the same time."""
+    close: Callable[[], None] = lambda: None
+    """Ends the processes that the roles have started."""
 
     @property
     def sampler(self) -> SamplingEngine:
         """The engine that samples completions."""
         return self.actor if self.separate_sampler is None else self.separate_sampler
 
-    def close(self) -> None:
-        """End the processes that the roles have started."""
-        if isinstance(self.separate_sampler, VLLMSampler):
-            self.separate_sampler.close()
-
     @property
-    def learners(self) -> dict[str, Engine | Actor]:
+    def learners(self) -> dict[str, RoleModel]:
         """The trained models by name."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
@@ -68,11 +59,11 @@ class Roles:
         reference = self.reference
         assert reference is not None
         if actor.world.members == reference.world.members:
-            if isinstance(actor, ModelEngine) and isinstance(reference, ModelEngine):
+            if actor.world.is_member:
                 copy_weights(actor.lm, reference.lm)
             return
-        weights = full_tensors(actor.lm, actor.world) if isinstance(actor, ModelEngine) else None
-        parameters = dict(reference.lm.named_parameters()) if isinstance(reference, ModelEngine) else {}
+        weights = full_tensors(actor.lm, actor.world) if actor.world.is_member else None
+        parameters = dict(reference.lm.named_parameters()) if reference.world.is_member else {}
         for name, shape in actor.facts.weights.items():
             sent = torch.empty(shape, device=self.world.device)
             if weights is not None and (tensor := next(weights)[1]) is not None:
@@ -91,5 +82,4 @@ class Roles:
             {name: role.weight_version for name, role in self.learners.items() if role.world.is_member}
         )
         for name, role in self.learners.items():
-            if isinstance(role, AbsentEngine):
-                role.weight_version = versions[name]
+            role.note_version(versions[name])

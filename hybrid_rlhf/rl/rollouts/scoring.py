@@ -18,18 +18,15 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, PenaltiesConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
-from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
+from hybrid_rlhf.engines.role_model import Reader
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, row_values
 from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
-from hybrid_rlhf.rl.roles.roles import Engine, Roles
+from hybrid_rlhf.rl.roles.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.runtime.observability.timers import Timers
-
-_AnyReader = ModelEngine | CriticCopy | AbsentEngine
 
 
 class RolloutScorer:
@@ -171,8 +168,8 @@ class RolloutScorer:
         with self._timers("scoring"):
             reading = _Reading(plan, rollout, readers)
             # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
-            if roles.critic_copy is not None:
-                roles.critic_copy.sync()  # first, so that the critic's ranks are free for the actor in the meantime
+            if has_critic:  # first, so that the critic's ranks are free for the actor in the meantime
+                self._reader_of_values.sync()
             computed: dict[str, dict[int, Tensor]] = {}
             if reads_ref:
                 computed["ref_logprobs"] = self._read_reference(reading)
@@ -191,12 +188,12 @@ class RolloutScorer:
         return replace(rollout, routes=rollout.routes if keeps_routes else None, metrics=metrics)
 
     @property
-    def _reader_of_reference(self) -> _AnyReader:
+    def _reader_of_reference(self) -> Reader:
         """The model that computes the reference's log-probs, or its ranks."""
         return self._roles.actor if self._roles.reference is None else self._roles.reference
 
     @property
-    def _reader_of_values(self) -> _AnyReader:
+    def _reader_of_values(self) -> Reader:
         """The model that computes values, or its ranks."""
         copy = self._roles.critic_copy
         reader = self._roles.critic if copy is None else copy
@@ -205,19 +202,14 @@ class RolloutScorer:
 
     def _read_reference(self, reading: _Reading) -> dict[int, Tensor]:
         """The reference's log-probs of this rank's rows; {} on a rank without the reference."""
-        actor = self._roles.actor
         reference = self._roles.reference
         if reference is not None:
             return self._read_frozen(reading, reference)
-        if not isinstance(actor, AbsentEngine):
-            with actor.reference() as base:
-                return reading.values(base, self._logprobs_of(base))
-        return {}
+        with self._roles.actor.reference() as base:
+            return reading.values(base, self._logprobs_of(base))
 
-    def _read_frozen(self, reading: _Reading, model: Engine) -> dict[int, Tensor]:
+    def _read_frozen(self, reading: _Reading, model: Reader) -> dict[int, Tensor]:
         """A frozen language model's log-probs of this rank's rows; {} on a rank without it."""
-        if isinstance(model, AbsentEngine):
-            return {}
         with model.on_device():
             return reading.values(model, self._logprobs_of(model))
 
@@ -226,8 +218,6 @@ class RolloutScorer:
         actor = self._roles.actor
         logprobs: dict[int, Tensor] = {}
         entropy: dict[int, Tensor] = {}
-        if isinstance(actor, AbsentEngine):
-            return logprobs, entropy
         temperature = self._config.sampling.temperature
         for numbers, batch in reading.micro_batches(actor):
             values = actor(
@@ -242,11 +232,9 @@ class RolloutScorer:
     def _read_critic(self, reading: _Reading) -> dict[int, Tensor]:
         """Values of this rank's rows; {} on a rank without critic."""
         reader = self._reader_of_values
-        if isinstance(reader, ModelEngine | CriticCopy) and reader.world.is_member:
-            return reading.values(reader, lambda batch: values_before(reader(batch.input_ids, batch.attention_mask)))
-        return {}
+        return reading.values(reader, lambda batch: values_before(reader(batch.input_ids, batch.attention_mask)))
 
-    def _logprobs_of(self, engine: ModelEngine) -> Callable[[Rollout], Tensor]:
+    def _logprobs_of(self, engine: Reader) -> Callable[[Rollout], Tensor]:
         temperature = self._config.sampling.temperature
         return lambda batch: engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)[0]
 
@@ -255,7 +243,7 @@ class _Reading:
     """A pass of models over a rollout: the rows that this rank reads, in the micro-batches of a plan."""
 
     def __init__(
-        self, plan: MiniBatchPlan, rollout: Rollout, readers: Sequence[_AnyReader], reward: Reward | None = None
+        self, plan: MiniBatchPlan, rollout: Rollout, readers: Sequence[Reader], reward: Reward | None = None
     ) -> None:
         """Bring the rows of all readers, and of a reward, to this rank. Every rank calls."""
         self.micro_batches_on = functools.cache(plan.micro_batches)
@@ -263,11 +251,11 @@ class _Reading:
         rewarded = [] if reward is None else reward.micro_batches(self.micro_batches_on)
         self.rows = plan.index.fetch(rollout, chain(rewarded, *map(self._numbers, readers)))
 
-    def micro_batches(self, reader: _AnyReader) -> Iterator[tuple[list[int | None], Rollout]]:
+    def micro_batches(self, reader: Reader) -> Iterator[tuple[list[int | None], Rollout]]:
         """Numbers of the rows of each micro-batch of a reader, and the micro-batch on the device."""
         return ((numbers, self.rows(numbers)) for numbers in self._numbers(reader))
 
-    def values(self, reader: ModelEngine | CriticCopy, read: Callable[[Rollout], Tensor]) -> dict[int, Tensor]:
+    def values(self, reader: Reader, read: Callable[[Rollout], Tensor]) -> dict[int, Tensor]:
         """`read(micro-batch)` [n, t] of the rows that this rank reports, by row."""
         values: dict[int, Tensor] = {}
         for numbers, batch in self.micro_batches(reader):
@@ -276,9 +264,7 @@ class _Reading:
                 values |= row_values(numbers, of_rows, self.lengths)
         return values
 
-    def _numbers(self, reader: _AnyReader) -> list[list[int | None]]:
-        if isinstance(reader, AbsentEngine):
-            return []
+    def _numbers(self, reader: Reader) -> list[list[int | None]]:
         return self.micro_batches_on(reader.world, reader.tensor_parallel)
 
 

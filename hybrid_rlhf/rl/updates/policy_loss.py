@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig, SamplerRatio
-from hybrid_rlhf.engines.engine import AbsentEngine
+from hybrid_rlhf.engines.role_model import Actor
 from hybrid_rlhf.functional.losses import (
     LossSum,
     accepted_completions,
@@ -25,7 +25,6 @@ from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.batch import Batch, Rollout
-from hybrid_rlhf.rl.roles.roles import Actor
 
 ROUTES_USED = ("routes_used", "routes_recorded")
 """Stats of a loss on completions with recorded experts: number of experts that the routers used, and of all."""
@@ -80,7 +79,6 @@ class PolicyLoss:
         config = self._config
         rollout = batch.rollout
         actor = self._actor
-        assert not isinstance(actor, AbsentEngine), "called on ranks with the actor"
         mask = rollout.response_mask
         logprobs, entropy = actor(
             rollout.input_ids, rollout.attention_mask, mask, self._temperature, routes=rollout.padded_routes

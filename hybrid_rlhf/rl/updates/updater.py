@@ -18,7 +18,8 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
-from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine, UpdateStats
+from hybrid_rlhf.engines.engine import UpdateStats
+from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.functional.losses import LossSum, ppo_value_loss, sft_loss
 from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
@@ -137,7 +138,7 @@ class Progress:
 
     def record_skipped(
         self,
-        engine: ModelEngine,
+        engine: RoleModel,
         micro_batches: list[list[int | None]],
         losses: list[torch.Tensor],
     ) -> None:
@@ -275,9 +276,9 @@ class Updater:
             if last is not None:
                 last.begin(mini_batch.rows)
             seen = policy_sums.total("approxkl")
-            if train_actor and not isinstance(actor, AbsentEngine):
+            if train_actor and actor.world.is_member:
                 stats["actor"] = self._update_actor(actor, mini_batch, progress, last)
-            if isinstance(critic, ModelEngine):
+            if critic is not None and critic.world.is_member:
                 stats["critic"] = self._update_critic(critic, mini_batch, progress)
             progress.updates += 1
             if train_actor and self._exceeds_target(policy_sums.total("approxkl") - seen, mini_batch.inputs.tokens):
@@ -301,7 +302,7 @@ class Updater:
             ratios,
         )
 
-    def value_loss(self, critic: ModelEngine, batch: Batch) -> LossSum:
+    def value_loss(self, critic: RoleModel, batch: Batch) -> LossSum:
         """The critic's loss on a micro-batch."""
         rollout = batch.rollout
         returns = batch.returns
@@ -344,7 +345,7 @@ class Updater:
 
     def _update_actor(
         self,
-        actor: ModelEngine,
+        actor: RoleModel,
         mini_batch: _MiniBatchRows,
         progress: Progress,
         last: LastLogprobs | None,
@@ -376,7 +377,7 @@ class Updater:
 
     def _update_critic(
         self,
-        critic: ModelEngine,
+        critic: RoleModel,
         mini_batch: _MiniBatchRows,
         progress: Progress,
     ) -> UpdateStats:
