@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, is_dataclass
 from typing import Any
 
 import yaml
@@ -22,16 +22,18 @@ from hybrid_rlhf.configs.inference import (
     ServeConfig,
     TrainServerConfig,
 )
-from hybrid_rlhf.configs.parsing.building import config_tree, derived_defaults
+from hybrid_rlhf.configs.parsing.building import config_tree
 from hybrid_rlhf.configs.parsing.help import field_docs
 from hybrid_rlhf.configs.parsing.listing import is_mutable
-from hybrid_rlhf.configs.parsing.schema import Key, type_hints, type_name
+from hybrid_rlhf.configs.parsing.schema import Key
 from hybrid_rlhf.configs.pipeline import STEP_NAMES, CalibrateConfig, PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource
+from hybrid_rlhf.configs.sections.hints import type_hints, type_name
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.configs.sections.rules import defaults_of
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 
@@ -113,7 +115,6 @@ def _command(
     about: dict[str, str] = {}
     for algorithm in algorithms or ("",):
         tree = config_tree(kind, ["--algorithm", algorithm] if algorithm else [])
-        chosen = derived_defaults(tree)
         for section in tree.walk(off=True):
             if section.name.partition(".")[0] in without:
                 continue
@@ -121,7 +122,7 @@ def _command(
             entries = sections.setdefault(section.name, {})
             for key in section.keys.values():
                 if key.name not in (known or ()):
-                    new = Entry(key, chosen.get(key.name, key.default), is_mutable(kind, key.name))
+                    new = Entry(key, key.default, is_mutable(kind, key.name))
                     entries.setdefault(key.name, new).algorithms.append(algorithm)
     lines = ["", f"## {name}", "", note or _text(kind)]
     for section_name, entries in sections.items():
@@ -156,9 +157,7 @@ def _table(entries: Sequence[Entry], algorithms: Sequence[str] = ()) -> list[str
 
 def _item_keys(kind: type) -> list[Entry]:
     """The keys of an item of a list; one without a default must be given."""
-    default = {
-        each.name: each.default_factory() if callable(each.default_factory) else each.default for each in fields(kind)
-    }
+    default = vars(defaults_of(kind))
     hints = type_hints(kind)
     shown = {name: "must be given" if value is MISSING else value for name, value in default.items()}
     return [Entry(Key(name, hints[name], None, kind, advanced=False), value) for name, value in shown.items()]

@@ -1,5 +1,5 @@
-"""Settings: frozen dataclasses, YAML and the command line. This folder imports no torch, so that `--help` is fast, and
-reads no file.
+"""Settings: frozen dataclasses that pydantic reads, YAML and the command line. This folder imports no torch, and
+pydantic only once a config is built, so that `--help` is fast; and it reads no file.
 
 Read `sft.py` (the config of one step), then `rl.py` with `algorithms.py` (one dataclass per algorithm), `sections/`
 (the parts that steps share), then `parsing/building.py` (from settings and overrides to a config). `commands/` has the

@@ -9,12 +9,9 @@ A new algorithm needs a dataclass in `RL_ALGORITHMS`, a file in rl/algorithms/ a
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from hybrid_rlhf.configs.sections.algorithm import (
     AlgorithmConfig,
     ClippedConfig,
-    CorrectionConfig,
     DynamicSamplingConfig,
     GroupConfig,
     KLConfig,
@@ -28,12 +25,13 @@ from hybrid_rlhf.configs.sections.algorithm import (
 from hybrid_rlhf.configs.sections.rules import (
     Bounds,
     Count,
-    Discount,
     NonNegative,
     Positive,
+    Share,
     advanced,
     require,
     require_defaults,
+    section,
 )
 
 
@@ -43,9 +41,9 @@ class ActorCriticConfig(SurrogateConfig):
 
     needs_critic = True
 
-    gamma: Discount = 1.0
+    gamma: Share = 1.0
     """Discount per token (1: InstructGPT)."""
-    value_clip: Annotated[float, "0 (none) or more"] = 0.0
+    value_clip: NonNegative = 0.0
     """Largest change of values per rollout (verl, OpenRLHF: 0.5); 0: not clipped."""
     whiten_advantages: bool = True
     """Advantages of a rollout get mean 0 and variance 1, over all ranks (N details, no. 18)."""
@@ -65,7 +63,7 @@ class PPOConfig(ActorCriticConfig):
     """
 
     name = "ppo"
-    gae_lambda: Discount = 1.0
+    gae_lambda: Share = 1.0
     """Lambda of the actor's advantages (GAE, arXiv 1506.02438; 1: verl, OpenRLHF, arXiv 2503.01491)."""
 
 
@@ -112,11 +110,11 @@ class ReinforcePPConfig(SurrogateConfig):
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): returns to go, whitened over the rollout; KL coefficient 0.01."""
 
     name = "reinforce_pp"
-    gamma: Discount = 1.0
+    gamma: Share = 1.0
     """Discount per token (1: the paper)."""
     whiten_advantages: bool = True
     """Advantages of a rollout get mean 0 and variance 1, over all ranks (the paper, eq. 9)."""
-    kl: KLConfig | None = KLConfig(coef=0.01)
+    kl: KLConfig | None = section(coef=0.01)
 
 
 class ReinforcePPBaselineConfig(ReinforcePPConfig):
@@ -128,7 +126,7 @@ class ReinforcePPBaselineConfig(ReinforcePPConfig):
     defaults_elsewhere = {"rollout.sampling.n": 8}
 
     name = "reinforce_pp_baseline"
-    kl: KLConfig | None = KLConfig(coef=0.01, where="loss", estimator="k2")
+    kl: KLConfig | None = section(coef=0.01, where="loss", estimator="k2")
     penalties: PenaltiesConfig | None = None
 
 
@@ -136,7 +134,7 @@ class GRPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
     """GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1): KL 0.04 in the loss, a mean over sequences."""
 
     name = "grpo"
-    kl: KLConfig | None = KLConfig(coef=0.04, where="loss", estimator="k3")
+    kl: KLConfig | None = section(coef=0.04, where="loss", estimator="k3")
 
 
 class DrGRPOConfig(GroupConfig, SurrogateConfig):
@@ -155,8 +153,8 @@ class DAPOConfig(GroupConfig, SurrogateConfig):
     name = "dapo"
     clip: Bounds = (0.2, 0.28)
     """The policy ratio is clipped to [1 - low, 1 + high] ([0.2, 0.28]: the paper)."""
-    penalties: PenaltiesConfig | None = PenaltiesConfig(overlong_fraction=0.2)
-    dynamic_sampling: DynamicSamplingConfig | None = DynamicSamplingConfig()
+    penalties: PenaltiesConfig | None = section(overlong_fraction=0.2)
+    dynamic_sampling: DynamicSamplingConfig | None = section()
 
 
 class GDPOConfig(GRPOConfig):
@@ -186,7 +184,7 @@ class GSPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
     Its loss is of sequences, and so is its correction: masked above 3, as in TRL (sequence_mask).
     """
 
-    default_correction = CorrectionConfig(ratio="sequence", method="mask", clip=3.0, low=0.0)
+    default_correction = {"ratio": "sequence", "method": "mask", "clip": 3.0, "low": 0.0}
 
     name = "gspo"
     clip: Bounds = (3e-4, 4e-4)
@@ -207,7 +205,7 @@ class CISPOConfig(GroupConfig, ClippedConfig):
     Its correction truncates the weight of a token at the same bound.
     """
 
-    default_correction = CorrectionConfig(clip=5.0)
+    default_correction = {"clip": 5.0}
 
     name = "cispo"
     clip: Bounds = (1.0, 4.0)

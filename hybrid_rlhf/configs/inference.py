@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import Any, Literal
 
 from hybrid_rlhf.configs.credentials import expanded, is_own_host
 from hybrid_rlhf.configs.sections.rewards import VERIFIERS, require_output
@@ -13,11 +14,12 @@ from hybrid_rlhf.configs.sections.rules import (
     Natural,
     Port,
     Positive,
-    Seed,
+    RowTokens,
     Settings,
     advanced,
     require,
     require_template_variables,
+    section,
     setting,
 )
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
@@ -36,19 +38,19 @@ _GENERATING_KEYS = (
     "sampling",
 )
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*]+")
-_CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
+_CHAT_KEYS = tuple(key.name for key in fields(SamplingParams) if key.name != "n")
+_CHAT_DEFAULTS = {"max_new_tokens": 256, "temperature": 0.7, "top_p": 0.95}
 _MEASURES = {"win_rate": "against", "pass_rate": "reward"}  # nosec B105
 """The key that a measure needs besides rows; measures that are not listed need none."""
 
 
-_RowTokens = Annotated[int, "2 or more"]
-ModelName = Annotated[str, "a model must be named, got none: give its folder, for example output/step3_ppo/actor"]
+_NO_MODEL = "a model must be named, got none: give its folder, for example output/step3_ppo/actor"
 
 
 class SavedModelConfig(Settings):
     """A saved model, and where it runs."""
 
-    path: ModelName = ""
+    path: str = ""
     """Model: a folder that a step saved, a hub name, a .gguf file, or "embedded"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto: a GPU if there is one."""
@@ -63,13 +65,14 @@ class SavedModelConfig(Settings):
     training."""
 
     def _check(self) -> None:
+        require(self.path, _NO_MODEL)
         require_template_variables(self.chat_template_kwargs)
 
 
 class InferenceConfig(SavedModelConfig):
     """A saved model, and how it samples."""
 
-    sampling: SamplingParams = SamplingParams(max_new_tokens=256, temperature=0.7, top_p=0.95)
+    sampling: SamplingParams = setting(_CHAT_DEFAULTS)
 
     def _check(self) -> None:
         require(
@@ -86,7 +89,7 @@ class ChatConfig(InferenceConfig):
     """A second model that answers the same messages; also as the second positional argument."""
     system: str | None = None
     """System prompt; null: the chat template's own."""
-    sampling: SamplingParams = setting(InferenceConfig.sampling, keys=_CHAT_KEYS)
+    sampling: SamplingParams = setting(_CHAT_DEFAULTS, keys=_CHAT_KEYS)
 
 
 class GenerateConfig(InferenceConfig):
@@ -155,12 +158,12 @@ class ServeConfig(ServerConfig):
     max_queue: Natural = 256
     """Maximum number of waiting completions, and of waiting requests for scores; further requests are rejected with
     status 429."""
-    max_sequence_tokens: _RowTokens = 4096
+    max_sequence_tokens: RowTokens = 4096
     """Maximum number of tokens of a prompt and its completion together."""
     kv_cache_gib: Positive | None = advanced(None)
     """Memory for keys and values, in GiB; null: the size for all rows at maximum length, at most 0.9 of the free memory
     of a GPU or 0.125 of that of a host, unless one row needs more."""
-    sampling: SamplingParams = setting(SamplingParams(max_new_tokens=512), keys=_SERVE_KEYS)
+    sampling: SamplingParams = setting({"max_new_tokens": 512}, keys=_SERVE_KEYS)
     """Sampling parameters of requests that do not set their own."""
 
     def _check(self) -> None:
@@ -212,9 +215,9 @@ class TrainServerConfig(ServerConfig):
     environment variable; none: any such key, for one tenant."""
     adapters: dict[str, str] = {}
     """Adapters that all clients may begin with: peft folders by NAME, as tinker://server/weights/NAME."""
-    max_sequence_tokens: _RowTokens = 4096
+    max_sequence_tokens: RowTokens = 4096
     """Maximum number of tokens of a row, and of a prompt and its completion."""
-    micro_batch_tokens: _RowTokens = 8192
+    micro_batch_tokens: RowTokens = 8192
     """Tokens of a packed forward and backward; the rows of all clients that wait take turns in it."""
     max_resident_adapters: Count = 16
     """Adapters in training that stay on the device, and as many for sampling; others wait in host memory or on disk."""
@@ -314,23 +317,23 @@ class EvaluateConfig(InferenceConfig):
     """Rows with the columns of the corresponding step: files, folders or hub names."""
     max_rows: Count | None = None
     """Number of rows to read, from the beginning of the data; null: all."""
-    max_length: _RowTokens = 1024
+    max_length: RowTokens = 1024
     """Longest row, in tokens; longer conversations and pairs are truncated and counted, longer prompts are rejected."""
     batch_rows: Count = advanced(8)
     """Rows in one forward pass."""
     against: str | None = None
     """The other model for win_rate."""
-    judge: JudgeConfig = JudgeConfig()
+    judge: JudgeConfig = section()
     """Judge of win_rate."""
     reward: str | None = None
     """Reward for pass_rate: a function as module:function or path/to/file.py:function, or a verifier, math or code."""
-    sandbox: SandboxConfig = advanced(SandboxConfig())
+    sandbox: SandboxConfig = advanced({})
     """Where and within which limits a verifier runs programs."""
     pass_score: float = 1.0
     """Completions with at least this reward pass."""
     k: list[int] = [1]
     """The k of pass@k, each at most sampling.n."""
-    seed: Seed = 0
+    seed: Natural = 0
     """Seed of the sampling and of the bootstrap."""
     output: str | None = None
     """JSON file to write, with the results, settings and versions; null: none."""
@@ -392,9 +395,9 @@ class ExportConfig(Settings):
         "modelfile": "export the file, and run `ollama create` with FROM and its name, see docs/saved_models.md#export",
         "check_vllm": "export the folder, and run `vllm serve` with its name, see docs/saved_models.md#export",
     }
-    path: ModelName = ""
+    path: str = ""
     """Model: a folder that a step saved, a hub name, a .gguf file, or "embedded"."""
-    output: Annotated[str, "--output must name what to write, got none: give a folder or a .gguf file"] = ""
+    output: str = ""
     """Output: a folder or a .gguf file, which must not exist."""
     format: Literal["safetensors", "gguf"] = "safetensors"
     """safetensors: a Hugging Face folder; gguf: one file for llama.cpp and programs based on it."""
@@ -411,6 +414,8 @@ class ExportConfig(Settings):
     """Run Python code that comes with the model. Only for sources you trust."""
 
     def _check(self) -> None:
+        require(self.path, _NO_MODEL)
+        require(self.output, "--output must name what to write, got none: give a folder or a .gguf file")
         is_gguf = self.format == "gguf"
         require(
             is_gguf == self.output.endswith(".gguf"),
@@ -426,7 +431,7 @@ class ExportConfig(Settings):
 class PushConfig(Settings):
     """Upload a saved model to the Hugging Face hub."""
 
-    path: ModelName = ""
+    path: str = ""
     """Folder of the model; only the model's own files and its README.md are uploaded."""
     repo: str = ""
     """Repository, as USER/NAME; it is created if it does not exist."""
@@ -436,6 +441,7 @@ class PushConfig(Settings):
     """Message of the commit."""
 
     def _check(self) -> None:
+        require(self.path, _NO_MODEL)
         require(
             re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.repo),
             f"a repository is USER/NAME, got {self.repo or 'none'}: give it after the folder",

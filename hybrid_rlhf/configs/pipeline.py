@@ -14,10 +14,10 @@ from hybrid_rlhf.configs.sections.rules import (
     Count,
     Natural,
     Positive,
-    Seed,
     Settings,
     require,
     require_template_variables,
+    section,
 )
 from hybrid_rlhf.configs.sft import SFTConfig
 
@@ -69,16 +69,16 @@ class PipelineConfig(Settings):
     the demo with the embedded SmolLM2-135M-Instruct."""
     output_dir: str = "output"
     """Folder of step1_sft, step2_reward, step3_ppo and preference."""
-    seed: Seed | None = None
+    seed: Natural | None = None
     """Seed of all steps; null: each step's own."""
     steps: str = "sft,reward,rl"
     """Steps to run, comma-separated: sft, reward, preference, rl; a finished step is skipped."""
-    data: PipelineDataConfig = PipelineDataConfig()
-    sft: SFTConfig = SFTConfig(output_dir=_OUTPUT + FOLDERS["sft"])
-    reward: RewardConfig = RewardConfig(output_dir=_OUTPUT + FOLDERS["reward"])
-    preference: PreferenceStepConfig = PreferenceStepConfig(output_dir=_OUTPUT + FOLDERS["preference"])
-    rl: RLConfig = RLConfig(output_dir=_OUTPUT + FOLDERS["rl"])
-    launcher: LauncherConfig = LauncherConfig()
+    data: PipelineDataConfig = section()
+    sft: SFTConfig = section(output_dir=_OUTPUT + FOLDERS["sft"])
+    reward: RewardConfig = section(output_dir=_OUTPUT + FOLDERS["reward"])
+    preference: PreferenceStepConfig = section(output_dir=_OUTPUT + FOLDERS["preference"])
+    rl: RLConfig = section(output_dir=_OUTPUT + FOLDERS["rl"])
+    launcher: LauncherConfig = section()
 
     def _check(self) -> None:
         require(
@@ -113,7 +113,7 @@ class PipelineConfig(Settings):
         return sft if name != "sft" and ("sft" in self.step_names or has_model(sft)) else self.base_model
 
 
-STEPS: dict[str, type] = {name: type(getattr(PipelineConfig, name)) for name in STEP_NAMES}
+STEPS: dict[str, type] = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceStepConfig, "rl": RLConfig}
 """The config of each step."""
 MACHINES = ("b200", "h200", "h100", "a100", "a100-40g", "a800", "l40s", "a10g", "4090", "3090", "mi300x")
 """With data sheets (planning/machines/datasheets.py)."""

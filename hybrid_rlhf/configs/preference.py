@@ -5,8 +5,9 @@ The losses are in supervised/preference/, one file each; docs/algorithms.md comp
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Interval
 
 from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, require, setting
 from hybrid_rlhf.configs.sections.run import SupervisedConfig
@@ -20,7 +21,7 @@ class PreferenceLossConfig(Settings):
     learns_labels = False
     """True if it learns from single completions labelled good or bad, false if from pairs."""
 
-    name: str = field(default="", init=False)
+    name: ClassVar[str] = ""
     """Preference loss; it selects the keys of this section and their defaults (docs/algorithms.md)."""
     beta: Positive = 0.1
     """Strength of the regularization to the reference (0.1: DPO, arXiv 2305.18290)."""
@@ -38,7 +39,7 @@ class CDPOConfig(PreferenceLossConfig):
     """Conservative DPO (Mitchell 2023), for noisy labels."""
 
     name = "cdpo"
-    label_smoothing: Annotated[float, "in [0, 0.5)"] = 0.1
+    label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.1
     """Probability that a label is wrong (0.1: Mitchell 2023)."""
 
 
@@ -111,7 +112,7 @@ class PreferenceStepConfig(SupervisedConfig):
 
     output_dir: str = setting("output/preference", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
-    algorithm: PreferenceLossConfig = setting(DPOConfig(), variants=PREFERENCE_LOSSES)
+    algorithm: PreferenceLossConfig = setting(DPOConfig, variants=PREFERENCE_LOSSES)
     reference: PreferenceReferenceConfig | None = setting(None, needs="needs_reference")
 
     def _check(self) -> None:

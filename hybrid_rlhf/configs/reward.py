@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from hybrid_rlhf.configs.sections.model import SCORER_KEYS, ModelConfig
-from hybrid_rlhf.configs.sections.rules import NonNegative, Settings, advanced, require, setting
+from hybrid_rlhf.configs.sections.rules import NonNegative, Settings, advanced, require, section, setting
 from hybrid_rlhf.configs.sections.run import SupervisedConfig
 
 
@@ -46,8 +46,8 @@ class RewardConfig(SupervisedConfig):
 
     output_dir: str = setting("output/step2_reward", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
-    model: ModelConfig = setting(ModelConfig(), keys=SCORER_KEYS)
-    objective: RewardObjectiveConfig = RewardObjectiveConfig()
+    model: ModelConfig = setting({}, keys=SCORER_KEYS)
+    objective: RewardObjectiveConfig = section()
 
     def _check(self) -> None:
         require(

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
+from annotated_types import Interval
+
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOConfig
 from hybrid_rlhf.configs.credentials import is_own_host
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
+from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, PolicyGradientConfig
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
@@ -23,7 +25,6 @@ from hybrid_rlhf.configs.sections.placement import (
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import (
-    Nats,
     Natural,
     NonNegative,
     Positive,
@@ -34,6 +35,7 @@ from hybrid_rlhf.configs.sections.rules import (
     advanced,
     require,
     require_defaults,
+    section,
     setting,
     whole_number,
 )
@@ -48,7 +50,7 @@ class PromptDataConfig(DataConfig):
 class PtxConfig(Settings):
     """Pretraining loss mixed into the actor's updates (PPO-ptx of InstructGPT)."""
 
-    coef: Annotated[float, "above 0: give its weight, or --ptx null for no such loss"] = 0.0
+    coef: Annotated[float, Interval(gt=0), "give its weight, or --ptx null for no such loss"] = 0.0
     """Weight of the pretraining loss (InstructGPT: 27.8)."""
     sources: list[str | DataSource] = []
     """Pretraining text (a `text` column) or conversations: paths, or {path, weight, split_name}."""
@@ -63,8 +65,8 @@ class ActorConfig(Settings):
     """Training of the actor, which starts from model.path."""
 
     lora: LoraConfig | None = None
-    optimizer: OptimizerConfig = OptimizerConfig(schedule="constant")
-    zero: ZeroConfig = setting(ZeroConfig(), mutable=True)
+    optimizer: OptimizerConfig = section(schedule="constant")
+    zero: ZeroConfig = setting({}, mutable=True)
     ema_decay: ShareBelowOne = advanced(0.0)
     """Decay per update of a moving average of the actor, which is evaluated and saved as actor_ema (DeepSpeed-Chat:
     0.992); 0: none."""
@@ -78,7 +80,7 @@ class CriticConfig(Settings):
     with a zero-initialised head."""
     lora: CriticLoraConfig | None = None
     """Adapters of the critic; null: the actor's settings."""
-    optimizer: OptimizerConfig = OptimizerConfig(schedule="constant")
+    optimizer: OptimizerConfig = section(schedule="constant")
     zero: ZeroConfig | None = setting(None, mutable=True)
     """Sharding of the critic; null: the actor's settings."""
     gae_lambda: Share = 1.0
@@ -97,7 +99,7 @@ class ReferenceModelConfig(Settings):
 
     path: str | None = None
     """Model folder or hub name; null: the initial actor."""
-    refresh_every: Annotated[int, "0 (never) or more"] = advanced(0)
+    refresh_every: Natural = advanced(0)
     """Steps between copies of the actor's weights to the reference; 0: never."""
 
 
@@ -149,7 +151,7 @@ class RewardSumConfig(Settings):
 class RLFaultsConfig(FaultsConfig):
     """Which faults end a run."""
 
-    max_logprob_diff: Nats | None = advanced(None)
+    max_logprob_diff: Positive | None = advanced(None)
     """Largest allowed difference in nats between log-probs of the sampler and of training, on fixed tokens after each
     weight sync and on average over a rollout with current weights; the run stops if it is exceeded. null: 0.002 in
     float32, 0.1 in lower precision, 0.5 quantised, more if logits are large."""
@@ -186,23 +188,23 @@ class RLConfig(StepConfig):
 
     output_dir: str = setting("output/step3_ppo", mutable=True)
     """Folder of the run: actor/, critic/, config.yaml, metrics.jsonl, samples.jsonl, checkpoints."""
-    algorithm: AlgorithmConfig = setting(PPOConfig(), variants=RL_ALGORITHMS)
-    data: PromptDataConfig = PromptDataConfig()
-    actor: ActorConfig = ActorConfig()
+    algorithm: AlgorithmConfig = setting(PPOConfig, variants=RL_ALGORITHMS)
+    data: PromptDataConfig = section()
+    actor: ActorConfig = section()
     critic: CriticConfig | None = setting(None, needs="needs_critic")
-    reference: ReferenceModelConfig = ReferenceModelConfig()
+    reference: ReferenceModelConfig = section()
     teacher: TeacherConfig | None = advanced(None)
-    reward: RewardSumConfig = RewardSumConfig()
+    reward: RewardSumConfig = section()
     environment: EnvironmentConfig | None = None
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: RolloutConfig = section()
     ptx: PtxConfig | None = None
     placement: PlacementConfig | None = setting(None, mutable=True, read=read_placement)
     """Ranks of each role (docs/placement.md): flattening (all roles on all ranks), interleaving (reference and reward
     models on disjoint ranks), separation (sampler and frozen models on separate ranks), ranks by role, such as
     {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (chosen by the planner, after hybrid-rlhf calibrate). null:
     flattening."""
-    train: LoopConfig = LoopConfig()
-    faults: RLFaultsConfig = setting(RLFaultsConfig(), mutable=True)
+    train: LoopConfig = section()
+    faults: RLFaultsConfig = setting({}, mutable=True)
 
     def _check(self) -> None:
         if self.algorithm.needs_critic and self.critic is None:
@@ -307,8 +309,8 @@ class RLConfig(StepConfig):
                     f"{self.algorithm.name} without: give another, or leave out rollout.max_lag, "
                     "rollout.quantization, rollout.vllm and rollout.sampling.response_format"
                 )
-            default = self.algorithm.default_correction
-            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
+            correction = CorrectionConfig(**self.algorithm.default_correction)
+            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=correction))
         if rollout.max_lag and (alone or rollout.backend == "vllm"):
             rule = f"rollout.max_lag {rollout.max_lag} with a sampler that works while the actor trains"
             unread = ["rollout.quantization", "rollout.offload_states", "actor.ema_decay"]

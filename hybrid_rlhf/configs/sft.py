@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from annotated_types import Interval
+
 from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, Share, require, setting
+from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, Share, require, section, setting
 from hybrid_rlhf.configs.sections.run import SupervisedConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_sampled
 
@@ -25,7 +27,7 @@ class SFTDataConfig(RowDataConfig):
 class ConditionConfig(Settings):
     """Conditional SFT: each prompt is prefixed with the bucket of its row's `score`."""
 
-    buckets: Annotated[int, "in [2, 100]"] = 3
+    buckets: Annotated[int, Interval(ge=2, le=100)] = 3
     """Number of equally sized buckets into which the scores are divided."""
     template: str = "<score {bucket}/{buckets}> "
     """Prefix of the first user turn, or of plain text; bucket 1 has the lowest scores."""
@@ -44,7 +46,7 @@ class DistillConfig(Settings):
     divergence: Literal["forward", "reverse", "jensen_shannon"] = "forward"
     """forward: KL(teacher || student); reverse: KL(student || teacher); jensen_shannon: an interpolation of both
     (GKD)."""
-    beta: Annotated[float, "in (0, 1)"] = 0.5
+    beta: Annotated[float, Interval(gt=0, lt=1)] = 0.5
     """Weight of the teacher in the mixture of jensen_shannon (0.5, as in GKD)."""
     temperature: Positive = 1.0
     """Logits of both models are divided by this, and the divergence is multiplied by its square (arXiv 1503.02531)."""
@@ -52,7 +54,7 @@ class DistillConfig(Settings):
     """Weight of the negative log-likelihood of the data's completions; not in on-policy updates."""
     on_policy_fraction: Share = 0.0
     """Fraction of updates that use completions sampled by the student instead of those in the data (lambda of GKD)."""
-    sampling: SamplingParams = setting(SamplingParams(), keys=_SAMPLING_KEYS)
+    sampling: SamplingParams = setting({}, keys=_SAMPLING_KEYS)
 
     def _check(self) -> None:
         require_sampled(self.sampling, _SAMPLING_KEYS, section="distill.sampling")
@@ -69,6 +71,6 @@ class SFTConfig(SupervisedConfig):
 
     output_dir: str = setting("output/step1_sft", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
-    data: SFTDataConfig = SFTDataConfig()
+    data: SFTDataConfig = section()
     condition: ConditionConfig | None = None
     distill: DistillConfig | None = None

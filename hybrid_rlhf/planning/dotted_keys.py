@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hybrid_rlhf.configs.parsing.schema import section_type, type_hints
+from hybrid_rlhf.configs.sections.hints import section_type, type_hints
 
 Settings = dict[str, Any]
 """Dotted keys of a step and their values."""

@@ -330,7 +330,7 @@ def _log_correction(config: RLConfig) -> None:
             correction.clip,
         )
     cases = {
-        f"the ratio of sequences (algorithm {algorithm.name})": algorithm.default_correction.ratio == "sequence",
+        f"the ratio of sequences (algorithm {algorithm.name})": algorithm.default_correction.get("ratio") == "sequence",
         "completions of several weight versions (rollout.max_lag)": config.rollout.max_lag > 0,
         "8-bit sampling of long completions (rollout.quantization)": config.rollout.quantization is not None,
         "a grammar (rollout.sampling.response_format)": config.rollout.sampling.response_format is not None,

@@ -17,7 +17,7 @@ import yaml
 
 from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import RankError, UserError
-from hybrid_rlhf.configs.parsing.building import build_config, derived_defaults, flat, plain, read_words
+from hybrid_rlhf.configs.parsing.building import build_config, flat, plain, read_words
 from hybrid_rlhf.configs.parsing.help import Help
 from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.parsing.schema import Layer, resolve
@@ -72,10 +72,7 @@ def parse_config(
     layers += overrides
     if wants_help:
         tree = resolve(config_type, layers)
-        derived = derived_defaults(tree)
-        if defaults is not None:
-            derived |= resolve(config_type, layers[:1]).values()
-        shown = Help(tree, derived, prog or Path(sys.argv[0]).name, wants_help == "--help-all", positional)
+        shown = Help(tree, prog or Path(sys.argv[0]).name, wants_help == "--help-all", positional)
         print_result(shown.document(), shown.text())
         sys.exit(0)
     return build_config(config_type, layers)

@@ -16,7 +16,7 @@ from tests.support.commands import CommandLine
     ("line", "rule"),
     [
         ("", "a model must be named"),
-        ("m --port 70000", "port must be in 0..65535, got 70000: choose another"),
+        ("m --port 70000", "port must be in [0, 65535], got 70000: lower it"),
         ("m --max_batch_rows 0", "max_batch_rows must be 1 or more, got 0"),
         ("m --api_key '${SERVE_KEY_X}'", "SERVE_KEY_X is not set: export SERVE_KEY_X=..."),
         ("m --sampling.temp 1", "unknown option --sampling.temp: the nearest is sampling.temperature"),

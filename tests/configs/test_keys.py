@@ -64,7 +64,7 @@ RULES = {
     ),
     "--algorithm.entropy.target 0.3": ("method clip_cov reads", "got algorithm.entropy.target 0.3"),
     "--algorithm.entropy.step 0.3": ("method clip_cov reads", "got algorithm.entropy.step 0.3"),
-    "--algorithm.entropy.share 0": ("algorithm.entropy.share", "got 0.0"),
+    "--algorithm.entropy.share 0": ("algorithm.entropy.share", "got 0"),
     "--ptx.sources [x]": ("ptx.coef", "got 0.0"),
     "--ptx.coef 1": ("ptx.sources", "got none"),
     "--environment.max_turns 4": ("environment.path", "got None"),

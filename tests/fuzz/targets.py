@@ -10,7 +10,6 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.data import DataConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.configs.sections.rules import Settings, section
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 
@@ -26,20 +26,19 @@ SECONDS = 5.0
 """No input may take longer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SmallConfig:
+class SmallConfig(Settings):
     """Every kind of value that configs have, and few keys: reading all of a step takes a tenth of a second."""
 
     seed: int = 42
     steps: int | None = None
     plan: bool = False
     name: str = "x"
-    profile_steps: list[int] = field(default_factory=list)
-    parts: list[RewardComponentConfig] = field(default_factory=list)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    profile_steps: list[int] = []
+    parts: list[RewardComponentConfig] = []
+    data: DataConfig = section()
+    optimizer: OptimizerConfig = section()
     lora: LoraConfig | None = None
-    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    zero: ZeroConfig = section()
 
 
 @cache

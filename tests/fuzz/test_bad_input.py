@@ -457,8 +457,8 @@ def test_a_hostfile(content: str, expected: str, tmp_path: Path) -> None:
 COMMANDS = [
     ("train.py --steps sft --setps x".split(), "--setps ... nearest is steps"),
     (
-        ["training/step3_ppo/main.py", "--reward.components", "[{urls: ['http://me:pass@h/'], weight: x, timeout: 1}]"],
-        "timeout ... reward.components ... nearest is timeout_seconds",
+        ["training/step3_ppo/main.py", "--reward.components", "[{urls: ['http://me:pass@h/'], timeout: 1}]"],
+        "reward.components ... timeout ... nearest is timeout_seconds",
     ),
 ]
 

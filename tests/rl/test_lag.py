@@ -460,5 +460,5 @@ def test_samples_of_another_policy_are_corrected_by_default(line: str) -> None:
     assert not hasattr(parse_config(RLConfig, [*line.split(), "--algorithm", "online_dpo"]).algorithm, "correction")
     for algorithm in ("gspo", "cispo"):
         config = parse_config(RLConfig, [*line.split(), "--algorithm", algorithm]).algorithm
-        assert config.correction == type(config).default_correction != CorrectionConfig()
+        assert config.correction == CorrectionConfig(**type(config).default_correction) != CorrectionConfig()
     assert parse_config(RLConfig, []).algorithm.correction is None

@@ -31,18 +31,18 @@ REFUSED = {
     "rollout.sampling.n 8, got 8: lower it",
     "--algorithm dapo --reference.refresh_every 4": "algorithm dapo without algorithm.kl has no reference, got "
     "reference.path None and refresh_every 4: leave the section out",
-    "--algorithm.kl.target 3 --algorithm.kl.coef 0": "algorithm.kl.coef must be above 0, got 0.0: give --algorithm.kl "
+    "--algorithm.kl.target 3 --algorithm.kl.coef 0": "algorithm.kl.coef must be above 0, got 0: give --algorithm.kl "
     "null for no penalty",
     "--algorithm.correction.low 0.5": "algorithm.correction.method truncate masks nothing, got "
     "algorithm.correction.low 0.5: leave it out",
     "--algorithm.correction.method truncate --algorithm.correction.count_masked false": "algorithm.correction.method "
     "truncate masks nothing, got algorithm.correction.count_masked False: leave it out",
     "--algorithm.correction.method mask --algorithm.correction.low 2": "algorithm.correction.low must be in [0, 1], "
-    "got 2.0: leave it out",
+    "got 2: leave it out",
     "--algorithm.correction.reject.high 0.5": "algorithm.correction.reject.high must be 1 or more, got 0.5: raise it, "
     "for example to 1.001",
-    "--algorithm.penalties.overlong_fraction 2": "algorithm.penalties.overlong_fraction must be in [0, 1], got 2.0: "
-    "give for example 0.2",
+    "--algorithm.penalties.overlong_fraction 2": "algorithm.penalties.overlong_fraction must be in [0, 1], got 2: "
+    "lower it, for example to 0.0",
     "--algorithm.entropy.bounds [2,1]": "algorithm.entropy.bounds is [low, high], got [2.0, 1.0]: exchange them",
     "--algorithm rloo --algorithm.entropy.method kl_cov": "algorithm.entropy.method kl_cov penalizes changes since the "
     "first update of a rollout, got one update: give algorithm.mini_batches or algorithm.epochs 2 or more, or method "
@@ -53,7 +53,7 @@ REFUSED = {
     "reinforce_pp_baseline, grpo, dr_grpo, dapo, gdpo, pass_at_k, gspo, gmpo, cispo, sapo, vespo, "
     "vapo, online_dpo, raft, got gpro: the nearest is grpo",
     "--algorithm sapo --algorithm.gate_temperatures [0,1]": "algorithm.gate_temperatures must be above 0, got "
-    "[0.0, 1.0]: raise it, for example to [1.0, 1.05]",
+    "0: raise it, for example to [1.0, 1.05]",
     "--teacher.coef 2": "teacher.path must name a model, got none: give --teacher.path FOLDER",
     "--algorithm raft --teacher.path x": "teacher gives each token an advantage, got algorithm raft, which selects "
     "completions: give another, such as grpo",
@@ -73,7 +73,7 @@ REFUSED = {
     "--environment.path a:B --environment.max_turns 0": "max_turns must be 1 or more",
     "--environment.path a:B --environment.timeout_seconds 0": "timeout_seconds must be above 0",
     "--environment.path a:B --environment.options 3": "must be dict",
-    "--environment.path a:B --environment.options '{1: 2}'": "options are names",
+    "--environment.path a:B --environment.options '{1: 2}'": "options must be dict[str, Any], got 1",
     "--environment.program a:b --environment.options '{d: {1: 2}}'": "options are names",
     "--environment.path a:B --environment.options '{d: .nan}'": "options are names",
     "--environment.options '{tries: 2}'": "environment.path must be module:Class",
@@ -85,8 +85,8 @@ REFUSED = {
     "got algorithm online_dpo",
     "--environment.program x --environment.path m:C": "an environment is a class or a program",
     "--environment.program x": "environment.program must be module:function",
-    "--environment.program m:f --environment.max_observation_tokens 3": "max_observation_tokens is read with "
-    "environment.path",
+    "--environment.program m:f --environment.max_observation_tokens 3": "without environment.path this key is not "
+    "read, got environment.max_observation_tokens 3: leave it out",
     "--environment.program m:f --algorithm online_dpo": "got algorithm online_dpo, which counts completions",
     "--environment.max_turns 2": "give the class, environment.program, or --rollout.endpoint true",
     "--environment.path m:C --rollout.endpoint true": "rollout.endpoint is for programs, got environment.path m:C",
@@ -99,7 +99,7 @@ REFUSED = {
     "give 2 or more",
     f"{CURRICULUM} --rollout.curriculum.min_pass_rate 0.95": "rollout.curriculum.min_pass_rate must be at most "
     "max_pass_rate 0.9, got 0.95: lower it",
-    f"{CURRICULUM} --rollout.curriculum.revisit 0": "rollout.curriculum.revisit must be in (0, 1], got 0.0: raise it, "
+    f"{CURRICULUM} --rollout.curriculum.revisit 0": "rollout.curriculum.revisit must be in (0, 1], got 0: raise it, "
     "for example to 0.1",
 }
 
@@ -124,9 +124,8 @@ COMPONENTS_REFUSED = {
     "{verifier: code, timeout_seconds: 3.0}": "by sandbox.timeout_seconds, got timeout_seconds 3.0",
     "{verifier: code, retries: 2}": "has no retries",
     "{verifier: code, workers: 0}": "workers must be 1 or more, got 0",
-    "{verifier: code, sandbox: {memory_gb: 2}}": "unknown key memory_gb in sandbox of an item of reward.components: "
-    "the nearest is memory_gib",
-    "{model: m, retires: 2}": "unknown key retires in an item of reward.components: the nearest is retries",
+    "{verifier: code, sandbox: {memory_gb: 2}}": "reward.components: unknown key memory_gb: the nearest is memory_gib",
+    "{model: m, retires: 2}": "reward.components: unknown key retires: the nearest is retries",
     "{model: a/m}, {model: b/m}": "'m' is used twice",
 }
 REFUSED |= {f"--reward.components '[{components}]'": rule for components, rule in COMPONENTS_REFUSED.items()}

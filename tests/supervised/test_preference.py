@@ -172,10 +172,10 @@ def test_kto_is_the_paper_s() -> None:
 
 MISTAKES = {
     "--algorithm simpo --reference.path x": "algorithm simpo has no reference, got reference.path x: leave it out",
-    "--algorithm.beta 0": "algorithm.beta must be above 0, got 0.0: raise it, for example to 0.1",
+    "--algorithm.beta 0": "algorithm.beta must be above 0, got 0: raise it, for example to 0.1",
     "--algorithm cdpo --algorithm.label_smoothing 0.5": "algorithm.label_smoothing must be in [0, 0.5), got 0.5: lower "
     "it, for example to 0.1",
-    "--algorithm.sft_coef -1": "algorithm.sft_coef must be 0 or more, got -1.0: raise it, for example to 0.0",
+    "--algorithm.sft_coef -1": "algorithm.sft_coef must be 0 or more, got -1: raise it, for example to 0.0",
     "--algorithm ppo": "algorithm must be one of dpo, cdpo, ipo, hinge, simpo, orpo, kto, got ppo: the nearest is dpo",
 }
 

@@ -19,19 +19,11 @@ from typing import Any
 from hybrid_rlhf.board.processes.commands import nested_values
 from hybrid_rlhf.board.runs.summary import COMMANDS
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.building import build_config, config_tree, derived_defaults
+from hybrid_rlhf.configs.parsing.building import build_config, config_tree
 from hybrid_rlhf.configs.parsing.help import field_docs
-from hybrid_rlhf.configs.parsing.schema import (
-    Key,
-    Layer,
-    Section,
-    is_list,
-    options_of,
-    section_type,
-    type_hints,
-    type_name,
-)
+from hybrid_rlhf.configs.parsing.schema import Key, Layer, Section
 from hybrid_rlhf.configs.parsing.yaml_text import yaml_value
+from hybrid_rlhf.configs.sections.hints import is_list, options_of, section_type, type_hints, type_name
 from hybrid_rlhf.configs.sections.rules import marks_of
 
 PROCESSES = "launcher.num_processes"
@@ -58,7 +50,6 @@ def form_fields(command: str, algorithm: str | None) -> list[dict[str, Any]]:
         UserError: for another command or algorithm.
     """
     tree = _tree(command, algorithm)
-    chosen = derived_defaults(tree)
     about = "Processes on this machine that train together."
     unnamed = {section.name: getattr(section.kind, "name", None) for section in _tree(command, None).walk(off=True)}
     fields = [_field(PROCESSES, "int", 1, about, advanced=True)]
@@ -72,7 +63,7 @@ def form_fields(command: str, algorithm: str | None) -> list[dict[str, Any]]:
             default = unnamed[section.name]
             about = field_docs(section.kind).get("name", "")
             fields.append(_field(f"{section.name}.name", "choice", default, about, choices=list(section.variants)))
-        fields += [_key_field(key, section, chosen) for key in section.keys.values()]
+        fields += [_key_field(key, section) for key in section.keys.values()]
     first = {key: place for place, key in enumerate(_REQUIRED)}
     return sorted(fields, key=lambda field: first.get(field["key"], len(first)))
 
@@ -210,12 +201,11 @@ def _is_structured(hint: Any) -> bool:
     )
 
 
-def _key_field(key: Key, section: Section, chosen: Mapping[str, Any]) -> dict[str, Any]:
+def _key_field(key: Key, section: Section) -> dict[str, Any]:
     kind, choices = _kind(key.hint)
     about = field_docs(key.owner).get(key.name.rpartition(".")[2], "")
     advanced = key.advanced or not section.is_on or section.advanced
-    default = chosen.get(key.name, key.default)
-    shown = list(default) if isinstance(default, tuple) else default
+    shown = list(key.default) if isinstance(key.default, tuple) else key.default
     help_text = f"{about} ({type_name(key.hint)})" if kind in ("str", "yaml") else about
     return _field(key.name, kind, shown, help_text, choices=choices, advanced=advanced)
 

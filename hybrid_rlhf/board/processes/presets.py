@@ -23,6 +23,7 @@ from hybrid_rlhf.configs.parsing.building import build_config, config_tree, sett
 from hybrid_rlhf.configs.parsing.schema import Layer
 from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 from hybrid_rlhf.configs.pipeline import STEP_NAMES, PipelineConfig, step_config
+from hybrid_rlhf.configs.sections.rules import defaults_of
 from hybrid_rlhf.runtime.files.reading import read_text
 
 _RECIPES = Path("recipes")
@@ -146,10 +147,7 @@ def _short(value: Any) -> Any:
         return [_short(item) for item in value]
     if not dataclasses.is_dataclass(value):
         return value
-    changed = {}
-    for field in dataclasses.fields(value):
-        field_value = getattr(value, field.name)
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if field_value != default:
-            changed[field.name] = _short(field_value)
-    return changed
+    kind: Any = type(value)
+    defaults = vars(defaults_of(kind))
+    values = {name: getattr(value, name) for name in defaults}
+    return {name: _short(inner) for name, inner in values.items() if inner != defaults[name]}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import (
     Count,
     Natural,
     RowTokens,
-    Seed,
     Settings,
     advanced,
     require,
@@ -34,15 +33,19 @@ FormatName = Literal[
     "openai_messages",
 ]
 RankedAs = Literal["ranks", "pairs", "messages"]
+_NO_OUTPUT = "--output must name a file, got none: give for example --output rows.jsonl"
 _PARTS_EXAMPLE = "train=0.9,test=0.1"
 
 
 class _SourceConfig(Settings):
     """Settings of a command on the rows of a source."""
 
-    path: Annotated[str, "a data source must be named, got none: give a file, a folder or a hub name"] = ""
+    path: str = ""
     """A .jsonl, .json, .csv, .parquet or .arrow file, a pattern or folder of them, a folder of datasets.save_to_disk,
     or a hub name."""
+
+    def _check(self) -> None:
+        require(self.path, "a data source must be named, got none: give a file, a folder or a hub name")
 
 
 class CheckConfig(_SourceConfig):
@@ -74,7 +77,7 @@ class CheckConfig(_SourceConfig):
 class ConvertConfig(_SourceConfig):
     """Convert a data set in a published format into rows that every step reads (docs/conversations.md)."""
 
-    output: Annotated[str, "--output must name a file, got none: give for example --output rows.jsonl"] = ""
+    output: str = ""
     """JSONL file to write."""
     format: FormatName = "auto"
     """Format of the source; auto: inferred from the columns of its first row."""
@@ -90,6 +93,9 @@ class ConvertConfig(_SourceConfig):
     overwrite: bool = False
     """Replace the output if it exists."""
 
+    def _check(self) -> None:
+        require(self.output, _NO_OUTPUT)
+
 
 class SplitConfig(_SourceConfig):
     """Split the rows of a source into files without prompts in common."""
@@ -99,7 +105,7 @@ class SplitConfig(_SourceConfig):
     hash, so the sizes are approximate and a row stays in its part when others are added."""
     by: str = "prompt"
     """Key of the assignment of rows to parts: the prompt, or the name of a column."""
-    seed: Seed = 0
+    seed: Natural = 0
     """Seed of the hash."""
     output_dir: str | None = None
     """Folder of the files, named after the source and the part: rows.train.jsonl; null: the source's own folder, or the
@@ -133,7 +139,7 @@ class BlendConfig(Settings):
     """JSONL file to write."""
     rows: Count | None = None
     """Number of rows to write; null: as many as the fractions allow."""
-    seed: Seed = 0
+    seed: Natural = 0
     """Seed of the selection and order of rows."""
     overwrite: bool = False
     """Replace the output if it exists."""
@@ -144,7 +150,7 @@ class BlendConfig(Settings):
         require(
             len(set(paths)) == len(paths), f"a source is given once, got {' '.join(self.sources)}: keep one of each"
         )
-        require(self.output, "--output must name a file, got none: give for example --output rows.jsonl")
+        require(self.output, _NO_OUTPUT)
 
     @property
     def shares(self) -> list[tuple[str, float]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from hybrid_rlhf.configs.sections.rules import Settings
+from hybrid_rlhf.configs.sections.rules import Settings, require
 
 Shell = Literal["", "bash", "zsh", "fish"]
 
@@ -17,5 +17,8 @@ class EnvConfig(Settings):
 class CompletionConfig(Settings):
     """Print a script that completes commands, keys and values in a shell."""
 
-    shell: Annotated[Shell, "completion must name a shell, got none: give bash, zsh or fish"] = ""
+    shell: Shell = ""
     """bash, zsh or fish."""
+
+    def _check(self) -> None:
+        require(self.shell, "completion must name a shell, got none: give bash, zsh or fish")

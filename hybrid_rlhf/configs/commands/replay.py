@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from annotated_types import Interval
+
 from hybrid_rlhf.configs.sections.rules import Count, Settings, advanced, require
 
 
 class BranchConfig(Settings):
     """Other continuations of a sample, with the weights of its step, and their scores."""
 
-    token: Annotated[int, "1 or more: give a position beyond the prompt's tokens"] = 0
+    token: Annotated[int, Interval(ge=1), "give a position beyond the prompt's tokens"] = 0
     """Position at which the continuations begin, among the tokens of prompt and completion; earlier tokens are kept."""
     text: str | None = None
     """Text that replaces the token at this position; null: the token is sampled again."""
@@ -28,13 +30,11 @@ class RescoreConfig(Settings):
 class ReplayConfig(Settings):
     """Regenerate samples of an RL run bit for bit, and compare them with the recorded ones."""
 
-    path: Annotated[
-        str, "a run must be named, got none: give its folder, for example hybrid-rlhf replay output/step3_ppo"
-    ] = ""
+    path: str = ""
     """Folder of the run; it is not modified."""
     step: int = 0
     """A step of samples.jsonl."""
-    index: list[Annotated[int, "0 or more: leave the others out"]] = []
+    index: list[Annotated[int, Interval(ge=0), "leave the others out"]] = []
     """Rows of the step, their `index` in samples.jsonl; empty: all."""
     branch: BranchConfig | None = None
     rescore: RescoreConfig | None = None
@@ -42,6 +42,9 @@ class ReplayConfig(Settings):
     """Internal: temporary folder shared by the ranks of a replay, which the command creates and removes."""
 
     def _check(self) -> None:
+        require(
+            self.path, "a run must be named, got none: give its folder, for example hybrid-rlhf replay output/step3_ppo"
+        )
         require(self.step >= 1, f"step must be a step of samples.jsonl, got {self.step}: give --step")
         for name in ("branch", "rescore"):
             require(

@@ -13,12 +13,13 @@ import itertools
 import json
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rlhf.configs.parsing.listing import choices_of
-from hybrid_rlhf.configs.parsing.schema import Section, type_name
+from hybrid_rlhf.configs.parsing.schema import Section
+from hybrid_rlhf.configs.sections.hints import type_name
 
 _WIDTH = 110
 
@@ -29,8 +30,6 @@ class Help:
 
     tree: Section
     """Result of `resolve`."""
-    chosen: Mapping[str, Any]
-    """Defaults that follow from the settings, by dotted key."""
     prog: str
     """Name of the command."""
     everything: bool
@@ -85,7 +84,7 @@ class Help:
                         "name": key.name,
                         "about": field_docs(key.owner).get(name, ""),
                         "type": type_name(key.hint),
-                        "default": self.chosen.get(key.name, key.default),
+                        "default": key.usual,
                         "choices": choices_of(key.hint),
                     }
                 )

@@ -11,7 +11,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from hybrid_rlhf.configs.parsing.schema import fields_on_path, options_of, typed_fields
+from hybrid_rlhf.configs.parsing.schema import fields_on_path, typed_fields
+from hybrid_rlhf.configs.sections.hints import options_of
 from hybrid_rlhf.configs.sections.rules import marks_of
 
 
@@ -40,7 +41,7 @@ def every_key(config_type: type) -> dict[str, list[str]]:
             key = f"{prefix}{declared.name}"
             if marks.variants:
                 choices[f"{key}.name"] = choices[key] = list(marks.variants)
-            if not kinds and declared.init:
+            if not kinds:
                 choices[key] = list(dict.fromkeys([*choices.get(key, []), *(choices_of(hint) or [])]))
             waiting += [(f"{key}.", inner, marks.keys) for inner in kinds]
     return choices

@@ -8,9 +8,6 @@ mistake in a key is an error here, before any value is read.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -18,7 +15,8 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.trl_names import trl_answer
-from hybrid_rlhf.configs.sections.rules import Marks, defaults_of, marks_of, nearest, nearest_hint
+from hybrid_rlhf.configs.sections.hints import is_list, options_of, section_type, type_hints
+from hybrid_rlhf.configs.sections.rules import Marks, default_of, marks_of, nearest, nearest_hint
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,13 @@ class Layer:
     strict: bool = True
     """True if unknown keys are errors; unknown keys in a file of defaults are dropped."""
 
+    @property
+    def place(self) -> str:
+        """The file, as errors begin with it."""
+        return "" if self.origin is None else f"{self.origin}: "
 
-@dataclass(frozen=True)
+
+@dataclass
 class Key:
     """One key of a config."""
 
@@ -41,6 +44,7 @@ class Key:
     """Dotted name."""
     hint: Any
     default: Any
+    """Default with the present values of other keys."""
     owner: type
     """Dataclass that declares the field."""
     advanced: bool
@@ -48,6 +52,21 @@ class Key:
     """Converts the user's value; None: pydantic converts it."""
     given: tuple[Layer, Any] | None = None
     """The last layer that sets the key, and its value."""
+
+    @property
+    def value(self) -> Any:
+        """The value that is set, or the default."""
+        return self.default if self.given is None else self.given[1]
+
+    @property
+    def usual(self) -> Any:
+        """The value without the user's settings: that of a file of defaults, or the default."""
+        return self.default if self.is_users else self.value
+
+    @property
+    def is_users(self) -> bool:
+        """True if the user sets the key."""
+        return self.given is not None and self.given[0].strict
 
 
 @dataclass
@@ -71,6 +90,12 @@ class Section:
         """Prefix of the dotted names of its keys."""
         return f"{self.name}." if self.name else ""
 
+    @property
+    def algorithm(self) -> Any:
+        """The class of the algorithm among its sections; None if there is none."""
+        chosen = self.sections.get("algorithm")
+        return chosen and chosen.kind
+
     def walk(self, *, off: bool = False) -> Iterator[Section]:
         """Iterate over this section and its inner ones; with `off` also over unused ones."""
         yield self
@@ -82,18 +107,6 @@ class Section:
         """Every key by its dotted name."""
         return {key.name: key for section in self.walk(off=off) for key in section.keys.values()}
 
-    def defaults(self) -> dict[str, Any]:
-        """The defaults of the keys in use, by dotted key."""
-        return {name: key.default for name, key in self.all_keys().items()}
-
-    def values(self) -> dict[str, Any]:
-        """The values that are set, by dotted key."""
-        return {name: key.given[1] for name, key in self.all_keys().items() if key.given}
-
-    def user_keys(self) -> set[str]:
-        """Dotted keys that the user sets."""
-        return {name for name, key in self.all_keys().items() if key.given and key.given[0].strict}
-
 
 def resolve(config_type: type, layers: Sequence[Layer]) -> Section:
     """The sections and keys of a config, with the values of the layers.
@@ -103,34 +116,38 @@ def resolve(config_type: type, layers: Sequence[Layer]) -> Section:
             not a mapping, or null for a key that may not be null.
     """
     tree = Section("", config_type)
-    _fill(tree, layers, defaults_of(config_type))
+    _fill(tree, layers, {})
     for section in tree.walk(off=True):
         for layer, name in section.unknown:
             raise unknown_key(name, layer, tree)
+    _derive(tree)
     return tree
+
+
+def _derive(tree: Section) -> None:
+    """Set the defaults that follow from other settings: an algorithm sets the number of completions per prompt, the
+    size of a rollout sets its mini-batches.
+
+    Those of an algorithm override a file of defaults (the demo's), and the user's settings override them, so that the
+    resolved config and `--help` show the number.
+    """
+    keys = tree.all_keys()
+    for section in tree.walk():
+        for name, value in getattr(section.algorithm, "defaults_elsewhere", {}).items():
+            key = keys[section.prefix + name]
+            key.default = value
+            key.given = key.given if key.is_users else None
+    for section in reversed([*tree.walk()]):  # those of inner sections first
+        for name, follow in getattr(section.kind, "following", {}).items():
+            key = keys[section.prefix + name]
+            values = {inner.removeprefix(section.prefix): each.value for inner, each in section.all_keys().items()}
+            key.default = follow(values | {name: key.default})
 
 
 TypedField = tuple[dataclasses.Field[Any], Any, list[type]]
 """A field, its type, and the dataclasses that it may have as a section; [] for a key."""
 _Given = list[tuple[Layer, Any]]
 """The values of a key or a section in the layers that set it."""
-
-
-@functools.cache
-def type_hints(kind: type | Callable[..., Any]) -> dict[str, Any]:
-    """The types of a dataclass's fields, or of a function's arguments."""
-    return typing.get_type_hints(kind)
-
-
-def options_of(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; any other type alone."""
-    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    return typing.get_args(hint) if is_union else (hint,)
-
-
-def section_type(hint: Any) -> type | None:
-    """The dataclass of a section's type, which may be optional; None for the type of a key."""
-    return next((option for option in options_of(hint) if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
 
 
 def typed_fields(kind: type) -> Iterator[TypedField]:
@@ -154,37 +171,30 @@ def fields_on_path(config_type: type, name: str) -> Iterator[list[TypedField]]:
 
 def find_hints(config_type: type, name: str) -> list[Any]:
     """The types of a dotted key under every algorithm; a dataclass for a section; [] for an unknown key."""
-    *_, named = fields_on_path(config_type, name)
+    *above, named = fields_on_path(config_type, name)
+    if name.endswith(".name") and any(marks_of(section).variants for section, _, _ in above[-1]):
+        return [str]
     return [kind for _, hint, inner in named for kind in inner or [hint]]
 
 
-def _fill(section: Section, layers: Sequence[Layer], defaults: Any) -> None:
-    """Add the keys and inner sections of a section with the values of its layers; `defaults` has the defaults."""
+def _fill(section: Section, layers: Sequence[Layer], defaults: Mapping[str, Any]) -> None:
+    """Add the keys and inner sections of a section with the values of its layers; `defaults` override those of its
+    class."""
     kind = section.kind
-    variant = getattr(kind, "name", None)
     for declared, hint, kinds in typed_fields(kind):
-        field_name = declared.name
-        key = section.prefix + field_name
+        name = declared.name
+        key = section.prefix + name
         marks = marks_of(declared)
-        given = [(layer, layer.content[field_name]) for layer in layers if field_name in layer.content]
-        if not declared.init:
-            for layer, value in given:
-                if layer.strict and value != variant:
-                    raise UserError(f"{_place(layer)}{key} must be {variant}, got {value}: leave it out")
-        elif kinds:
-            algorithm = section.sections.get("algorithm")
-            if marks.needs is None or getattr(algorithm and algorithm.kind, marks.needs, False):
-                inner = _inner_section(marks, hint, given, key, getattr(defaults, field_name))
-                section.sections[field_name] = inner
-            else:
-                _refuse_absent(given, key, marks.needs, algorithm)
+        default = defaults.get(name, default_of(declared))
+        given = [(layer, layer.content[name]) for layer in layers if name in layer.content]
+        if not kinds:
+            lists = [(layer, [value] if is_list(hint) and _is_one(value) else value) for layer, value in given]
+            last = lists[-1] if lists else None
+            section.keys[name] = Key(key, hint, default, kind, marks.advanced, marks.read, last)
+        elif marks.needs is None or getattr(section.algorithm, marks.needs, False):
+            section.sections[name] = _inner_section(marks, hint, given, key, default)
         else:
-            last = None
-            for layer, value in given:
-                _check_value(layer, key, value, hint)
-                last = layer, [value] if is_list(hint) and _is_one(value) else value
-            default = getattr(defaults, field_name)
-            section.keys[field_name] = Key(key, hint, default, kind, marks.advanced, marks.read, last)
+            _refuse_absent(given, key, marks.needs, section.algorithm)
     known = {declared.name for declared in dataclasses.fields(kind)}
     for layer in layers:
         if layer.strict:
@@ -203,9 +213,7 @@ def _inner_section(marks: Marks, hint: Any, given: _Given, key: str, default: An
     """
     kind = section_type(hint)
     if marks.variants is not None:
-        kind, given = _variant(marks.variants, given, key, default)
-        default = default if type(default) is kind else None
-    assert kind is not None
+        kind, given = _variant(marks.variants, given, key)
     may_be_null = type(None) in options_of(hint)
     optional = may_be_null and marks.needs is None
     is_on = not optional or default is not None
@@ -220,48 +228,42 @@ def _inner_section(marks: Marks, hint: Any, given: _Given, key: str, default: An
             layers.append(Layer(content, layer.origin, layer.strict))
         else:
             raise UserError(
-                f"{_place(layer)}{key} must be a mapping of keys, got {value}: write its keys under it, or leave it out"
+                f"{layer.place}{key} must be a mapping of keys, got {value}: write its keys under it, or leave it out"
             )
     section = Section(key, kind, marks.advanced, is_on, variants=tuple(marks.variants or ()))
-    _fill(section, layers, default or defaults_of(kind))
+    _fill(section, layers, default or {})
     read_keys = marks.keys or tuple(section.keys)
     for name in [name for name in section.keys if name not in read_keys]:
-        last = section.keys.pop(name).given
-        if last is not None and last[0].strict:
-            raise UserError(f"{key} reads {', '.join(read_keys)} only, got {name} {last[1]}: leave it out")
+        unread = section.keys.pop(name)
+        if unread.is_users:
+            raise UserError(f"{key} reads {', '.join(read_keys)} only, got {name} {unread.value}: leave it out")
     return section
 
 
-def _variant(variants: Mapping[str, type], given: _Given, key: str, default: Any) -> tuple[type, _Given]:
+def _variant(variants: Mapping[str, type], given: _Given, key: str) -> tuple[type, _Given]:
     """The dataclass that the name in a section selects, and the section's layers as mappings.
 
     A file of defaults sets keys of its own algorithm only.
     """
     normal = [(layer, {"name": value} if isinstance(value, str) else value) for layer, value in given]
     names = [(layer, value["name"]) for layer, value in normal if isinstance(value, Mapping) and "name" in value]
-    chosen = str(names[-1][1]) if names else str(default.name)
+    usual = next(iter(variants))
+    chosen = str(names[-1][1]) if names else usual
     if chosen not in variants:
         raise UserError(
-            f"{_place(names[-1][0])}{key} must be one of {', '.join(variants)}, got {chosen}: "
+            f"{names[-1][0].place}{key} must be one of {', '.join(variants)}, got {chosen}: "
             f"{nearest_hint(chosen, variants, otherwise='give one of them')}"
         )
     selected = []
     for layer, value in normal:
         if isinstance(value, Mapping):
-            if not layer.strict and str(value.get("name", default.name)) != chosen:
+            if not layer.strict and str(value.get("name", usual)) != chosen:
                 continue
             value = {name: inner for name, inner in value.items() if name != "name"}
             if layer.strict:
                 _refuse_foreign(variants, layer, key, value, chosen)
         selected.append((layer, value))
     return variants[chosen], selected
-
-
-def is_list(hint: Any) -> bool:
-    """Return True if a key's value is a list of any length."""
-    options = options_of(hint)
-    lists = (typing.get_origin(option) is list or typing.get_args(option)[1:] == (...,) for option in options)
-    return str not in options and any(lists)
 
 
 def _is_one(value: Any) -> bool:
@@ -279,55 +281,22 @@ def _refuse_foreign(
             named = ", ".join(owners[:3]) + " and others" * (len(owners) > 3)
             known = [f"{section}.{key}" for key in resolve(variants[chosen], []).all_keys(off=True)]
             raise UserError(
-                f"{_place(layer)}algorithm {chosen} has no key {section}.{name} ({named} "
+                f"{layer.place}algorithm {chosen} has no key {section}.{name} ({named} "
                 f"{'has' if len(owners) == 1 else 'have'}), got {value}: "
                 f"{trl_answer(name, known) or 'leave it out'}"
             )
 
 
-def _refuse_absent(given: _Given, key: str, needs: str, algorithm: Section | None) -> None:
+def _refuse_absent(given: _Given, key: str, needs: str, algorithm: Any) -> None:
     for layer, value in given:
         if layer.strict and value is not None:
             while isinstance(value, Mapping) and value:
                 name, value = next(iter(value.items()))
                 key = f"{key}.{name}"
             raise UserError(
-                f"{_place(layer)}algorithm {getattr(algorithm and algorithm.kind, 'name', '')} has no "
-                f"{needs.removeprefix('needs_')}, got {key} {value}: leave it out"
+                f"{layer.place}algorithm {algorithm.name} has no {needs.removeprefix('needs_')}, got {key} {value}: "
+                "leave it out"
             )
-
-
-def _check_value(layer: Layer, key: str, value: Any, hint: Any) -> None:
-    """Refuse null for a key that may not be null, and unknown keys in the items of a list."""
-    _check_null(value, f"{_place(layer)}{key}", hint)
-    item_types = [argument for option in options_of(hint) for argument in typing.get_args(option)]
-    for item in value if isinstance(value, list) else ():
-        for item_type in item_types:
-            _check_item(item, layer, f"an item of {key}", item_type)
-
-
-def _check_item(item: Any, layer: Layer, where: str, hint: Any) -> None:
-    """Refuse unknown and missing keys of a mapping that becomes a dataclass."""
-    kind = section_type(hint)
-    if kind is None or not isinstance(item, Mapping):
-        return
-    hints = type_hints(kind)
-    for name, value in item.items():
-        if name not in hints:
-            raise UserError(
-                f"{_place(layer)}unknown key {name} in {where}: "
-                f"{nearest_hint(str(name), hints, otherwise='its keys are ' + ', '.join(hints))}"
-            )
-        _check_null(value, f"{_place(layer)}{name} in {where}", hints[name])
-        _check_item(value, layer, f"{name} of {where}", hints[name])
-    for name, default in vars(defaults_of(kind)).items():
-        if default is dataclasses.MISSING and name not in item:
-            raise UserError(f"{_place(layer)}{where} needs {name}, got {item}: add it")
-
-
-def _check_null(value: Any, key: str, hint: Any) -> None:
-    if value is None and type(None) not in options_of(hint):
-        raise UserError(f"{key} must be {type_name(hint)}, got null: give a value, or leave it out")
 
 
 def unknown_key(name: str, layer: Layer, tree: Section) -> UserError:
@@ -342,10 +311,10 @@ def unknown_key(name: str, layer: Layer, tree: Section) -> UserError:
     names = [f"{section.name}.name" for section in sections if section.variants]
     known = [*tree.all_keys(off=True), *(section.name for section in sections), *names]
     if not known:
-        return UserError(f"{_place(layer)}unknown option --{name}: this command has none")
+        return UserError(f"{layer.place}unknown option --{name}: this command has none")
     option = f"option --{name}" if layer.origin is None else f"key {name}"
     hint = getattr(tree.kind, "retired", {}).get(name) or _hint(name, known)
-    return UserError(f"{_place(layer)}unknown {option}: {hint}")
+    return UserError(f"{layer.place}unknown {option}: {hint}")
 
 
 def _hint(wrong: str, known: Sequence[str]) -> str:
@@ -367,20 +336,3 @@ def _hint(wrong: str, known: Sequence[str]) -> str:
     siblings = {name.rpartition(".")[2]: name for name in known if section and name.rpartition(".")[0] == section}
     nearest_name = siblings.get(nearest(leaf, siblings) or "") or nearest(wrong, known)
     return f"the nearest is {nearest_name}" if nearest_name else "--help lists the keys"
-
-
-def _place(layer: Layer) -> str:
-    return "" if layer.origin is None else f"{layer.origin}: "
-
-
-def type_name(hint: Any) -> str:
-    """A type as shown in help and errors."""
-    parts = typing.get_args(hint)
-    if hint in (type(None), ...):
-        return "..." if hint is ... else "null"
-    if typing.get_origin(hint) is typing.Literal:
-        return f"one of {', '.join(str(part) for part in parts if part != '')}"
-    options = options_of(hint)
-    if len(options) > 1:
-        return " or ".join(map(type_name, options))
-    return f"{hint.__name__}[{', '.join(map(type_name, parts))}]" if parts else str(hint.__name__)

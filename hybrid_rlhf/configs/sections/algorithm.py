@@ -7,14 +7,14 @@ The algorithms themselves are in configs/algorithms.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Interval
 
 from hybrid_rlhf.configs.sections.rules import (
     Bounds,
     Count,
-    Nats,
     Natural,
     NonNegative,
     Positive,
@@ -24,13 +24,14 @@ from hybrid_rlhf.configs.sections.rules import (
     advanced,
     require,
     require_defaults,
+    section,
 )
 
 
 class KLConfig(Settings):
     """KL penalty of the actor against the reference."""
 
-    coef: Annotated[float, "above 0: give --algorithm.kl null for no penalty"] = 0.05
+    coef: Annotated[float, Interval(gt=0), "give --algorithm.kl null for no penalty"] = 0.05
     """Weight of the penalty per token (0.05: N+ details, arXiv 2403.17031)."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL per token: k1 log-ratio, k2 half its square, k3 r - 1 - log r, at most 10 nats
@@ -38,7 +39,7 @@ class KLConfig(Settings):
     case."""
     where: Literal["reward", "loss"] = "reward"
     """reward: subtracted from the reward of each token (InstructGPT); loss: a term of the actor's loss (GRPO)."""
-    target: Nats | None = advanced(None)
+    target: Positive | None = advanced(None)
     """KL per completion, in nats, to which coef is adapted; null: coef is constant (N+ details)."""
     horizon: Count = advanced(10000)
     """Completions over which coef adapts to target (10000: arXiv 1909.08593, section 2.2)."""
@@ -57,12 +58,12 @@ class KLConfig(Settings):
 class PenaltiesConfig(Settings):
     """Penalties that are subtracted from scores."""
 
-    missing_eos: Annotated[float, "auto or 0 or more: give for example 1"] | Literal["auto"] = 0.0
+    missing_eos: NonNegative | Literal["auto"] = 0.0
     """Penalty of a completion that does not end with EOS (the EOS trick of N+ details; TRL's examples: 1); auto: the
     standard deviation of the rollout's scores, or 1 if scores are scaled."""
     length: float = 0.0
     """Penalty per completion token."""
-    overlong_fraction: Annotated[float, "in [0, 1]: give for example 0.2"] = 0.0
+    overlong_fraction: Share = 0.0
     """Last fraction of max_new_tokens, in which the overlong penalty grows linearly (DAPO, arXiv 2503.14476, eq. 13:
     0.2); 0: no overlong penalty."""
     overlong: NonNegative = 1.0
@@ -98,7 +99,7 @@ class RejectionConfig(Settings):
 
     ratio: SamplerRatio = "geometric"
     """Ratio of a completion: its geometric mean, its product (sequence), or that of any token."""
-    high: Annotated[float, "1 or more"] = 1.001
+    high: Annotated[float, Interval(ge=1)] = 1.001
     """Largest ratio (geometric, 1.001: verl's rollout_corr.md)."""
     low: Share | None = None
     """Smallest ratio; null: 1 / high."""
@@ -118,7 +119,7 @@ class CorrectionConfig(Settings):
     method: Literal["truncate", "mask"] = "truncate"
     """truncate: weights are truncated at clip (TIS); mask: weights outside [low, clip] become 0 (IcePop; of sequences:
     MIS)."""
-    clip: Annotated[float, "1 or more"] = 2.0
+    clip: Annotated[float, Interval(ge=1)] = 2.0
     """Largest weight (2: TIS, fengyao.notion.site/off-policy-rl)."""
     low: Share | None = advanced(None)
     """Smallest weight of method mask; null: 1 / clip."""
@@ -153,7 +154,7 @@ class EntropyConfig(Settings):
     ones."""
     coef: Positive = 1.0
     """Weight of the penalty |log p / p_old| of kl_cov (1: the paper)."""
-    target: Nats = 0.2
+    target: Positive = 0.2
     """Entropy per token, in nats, below which adaptive raises the coefficient of the entropy bonus, and above which it
     lowers it and adds no bonus (0.2: Skywork-OR1)."""
     step: Positive = 0.0001
@@ -198,17 +199,17 @@ class AlgorithmConfig(Settings):
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Defaults that it changes in other sections, by dotted key."""
 
-    name: str = field(default="", init=False)
+    name: ClassVar[str] = ""
     """RL algorithm; it selects the keys of this section and their defaults (docs/algorithms.md)."""
     epochs: Count = 1
     """Passes over each rollout (1: verl)."""
     mini_batches: Count = 4
     """Optimizer updates per pass over a rollout (4: verl); if left out, the largest divisor of the rollout up to the
     default."""
-    target_kl: Nats | None = advanced(None)
+    target_kl: Positive | None = advanced(None)
     """Stop the passes over a rollout once the approximate KL of a mini-batch, in nats, exceeds this; null: never."""
-    kl: KLConfig | None = KLConfig()
-    penalties: PenaltiesConfig | None = PenaltiesConfig(missing_eos="auto")
+    kl: KLConfig | None = section()
+    penalties: PenaltiesConfig | None = section(missing_eos="auto")
     dynamic_sampling: DynamicSamplingConfig | None = None
     score_scaling: Literal["none", "running", "initial"] = "none"
     """Scale scores to mean 0 and standard deviation 1: running, with statistics of all scores so far (OpenRLHF);
@@ -258,7 +259,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
     max_new_tokens per sequence (fixed; Dr. GRPO)."""
     correction: CorrectionConfig | None = None
-    default_correction = CorrectionConfig()
+    default_correction: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """The correction where other weights than those that train sample."""
     entropy: EntropyConfig | None = advanced(None)
 
@@ -327,7 +328,7 @@ class ClippedConfig(PolicyGradientConfig):
 class SurrogateConfig(ClippedConfig):
     """Settings of algorithms with PPO's clipped surrogate."""
 
-    dual_clip: Annotated[float, "above 1"] | None = advanced(None)
+    dual_clip: Annotated[float, Interval(gt=1)] | None = advanced(None)
     """Bound of the loss for negative advantages, as a multiple of the advantage (arXiv 1912.09729: 3); null: none."""
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, advanced, is_plain, require
+from hybrid_rlhf.configs.sections.rules import (
+    Count,
+    Natural,
+    Positive,
+    Settings,
+    advanced,
+    is_plain,
+    require,
+    require_defaults,
+)
 
 
 class EnvironmentConfig(Settings):
@@ -47,16 +56,8 @@ class EnvironmentConfig(Settings):
                 f"environment.{key} must be module:{kind} or path/to/file.py:{kind}, got {value!r}: write it so",
             )
         if self.path is None:
-            require(
-                self.max_observation_tokens == EnvironmentConfig.max_observation_tokens,
-                "environment.max_observation_tokens is read with environment.path, got "
-                f"{self.max_observation_tokens} without: leave it out",
-            )
-            require(
-                not self.retries,
-                f"environment.retries is read with environment.path, got {self.retries} without: repeat requests in "
-                "the program",
-            )
+            unread = ("max_observation_tokens", "retries")
+            require_defaults(self, unread, "without environment.path this key is not read", prefix="environment.")
         require(
             is_plain(self.options) and (self.path is None or all(map(str.isidentifier, self.options))),
             f"environment.options are names with texts, numbers, lists and mappings, got {self.options}: quote the "

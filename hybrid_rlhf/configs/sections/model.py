@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Literal
 
-from hybrid_rlhf.configs.sections.rules import Count, FloatType, Positive, Settings, advanced, require, setting
+from annotated_types import Interval
+
+from hybrid_rlhf.configs.sections.rules import (
+    Count,
+    FloatType,
+    NonNegative,
+    Positive,
+    Settings,
+    advanced,
+    require,
+    setting,
+)
 
 
 class ModelConfig(Settings):
@@ -39,10 +50,10 @@ class ModelConfig(Settings):
     """Attention kernel, by its transformers name; auto: sdpa if the model supports it, else eager."""
     gradient_checkpointing: bool = setting(False, mutable=True)
     """Recompute activations in the backward pass: less memory, about a third more time. With quantization: true."""
-    router_aux_loss_coef: Annotated[float, "0 (off) or more"] | None = advanced(None)
+    router_aux_loss_coef: NonNegative | None = advanced(None)
     """Weight of the load-balancing loss of a mixture of experts (Switch, arXiv 2101.03961, eq. 4); null: the model's
     own value if its config sets output_router_logits, as in transformers, else 0."""
-    router_z_loss_coef: Annotated[float, "0 (off) or more"] | None = advanced(None)
+    router_z_loss_coef: NonNegative | None = advanced(None)
     """Weight of the router z-loss of a mixture of experts (ST-MoE, arXiv 2202.08906, eq. 5: 0.001); null: as above."""
     activation_offload: bool = advanced(False, mutable=True)
     """Keep activations in host memory until the backward pass; with gradient_checkpointing, one per layer."""
@@ -83,7 +94,7 @@ class LoraConfig(Settings):
     The default learning rate of adapters is ten times that of all weights (LoRA Without Regret, 2025).
     """
 
-    rank: Annotated[int, "in [1, 65536]: give for example 16, or lora null to train all weights"] = 16
+    rank: Annotated[int, Interval(ge=1, le=65536), "give for example 16, or lora null to train all weights"] = 16
     """Rank of the adapters (16: a common default of peft users)."""
     alpha: Positive = 16.0
     """The adapters' output is scaled by alpha / rank (16: a common default of peft users)."""
@@ -94,5 +105,5 @@ class LoraConfig(Settings):
 class CriticLoraConfig(LoraConfig):
     """Adapters of the critic; rank 0 trains all its weights even if the actor has adapters."""
 
-    rank: Annotated[int, "in [0, 65536]: give for example 16"] = 16
+    rank: Annotated[int, Interval(ge=0, le=65536)] = 16
     """Rank of the adapters (16: a common default of peft users); 0: all weights are trained."""

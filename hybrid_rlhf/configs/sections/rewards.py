@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hybrid_rlhf.configs.credentials import check_url, host_of
-from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, require, require_defaults
+from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, require, require_defaults, section
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 
 OnFailure = Literal["stop", "drop", "zero"]
@@ -50,7 +50,7 @@ class RewardComponentConfig(Settings):
     """verifier code: the score is the fraction of tests that pass; false: 1 if all pass, else 0."""
     workers: Count | None = None
     """Programs of a verifier that run at once on a rank; null: the processors of the host divided by its ranks."""
-    sandbox: SandboxConfig = SandboxConfig()
+    sandbox: SandboxConfig = section()
     """Where and within which limits a verifier runs programs."""
     timeout_seconds: Positive = 60.0
     """Time limit of a function call or of an attempt of a request, in seconds."""
@@ -84,7 +84,7 @@ class RewardComponentConfig(Settings):
         for url in self.urls:
             check_url(
                 url,
-                key="reward.components",
+                key="urls",
                 remedy="name a variable in api_key_env, or write ${NAME} for one in its place",
             )
         require(

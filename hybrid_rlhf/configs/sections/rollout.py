@@ -127,7 +127,7 @@ class RolloutConfig(Settings):
     """Prompts per rollout, over all ranks; default: 256 completions, but at least 64 prompts."""
     max_prompt_tokens: Count = 512
     """Longest prompt, in tokens; data.too_long determines what happens to longer prompts."""
-    sampling: SamplingParams = setting(SamplingParams(max_new_tokens=512), keys=ROLLOUT_SAMPLING_KEYS)
+    sampling: SamplingParams = setting({"max_new_tokens": 512}, keys=ROLLOUT_SAMPLING_KEYS)
     tensor_parallel: Count = setting(1, mutable=True)
     """Number of ranks that share one model in generation; must divide the number of ranks."""
     backend: Literal["auto", "module", "vllm"] = advanced("auto")

@@ -1,7 +1,8 @@
-"""Declarations for the sections of a config: marks of a field besides its type, and rules for values.
+"""Declarations for the sections of a config: marks of a field besides its type, bounds, and rules for values.
 
 Marks are on the field, so that a new key needs one edit. Help, saved configs, the check of a resumed run and the
-documentation read them.
+documentation read them. pydantic reads and checks values; it is imported for the first section that is made, which
+`--help` does not need.
 """
 
 from __future__ import annotations
@@ -9,32 +10,36 @@ from __future__ import annotations
 import functools
 import json
 import operator
-import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import SequenceMatcher
 from types import MappingProxyType, SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Interval
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.hints import options_of, parts_of, section_type, type_hints, type_name
 
-Count = Annotated[int, "1 or more"]
-Natural = Annotated[int, "0 or more"]
-RowTokens = Annotated[int, "2 tokens or more"]
-Port = Annotated[int, "in 0..65535: choose another"]
-Positive = Annotated[float, "above 0"]
-NonNegative = Annotated[float, "0 or more"]
-Nats = Annotated[float, "above 0 nats"]
-Share = Annotated[float, "in [0, 1]"]
-Discount = Annotated[float, "in [0, 1]: give for example 0.95"]
-PositiveShare = Annotated[float, "in (0, 1]"]
-ShareBelowOne = Annotated[float, "in [0, 1)"]
-Seed = Annotated[int, "0 or more: give for example 42"]
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails, SchemaValidator
+
+Count = Annotated[int, Interval(ge=1)]
+Natural = Annotated[int, Interval(ge=0)]
+RowTokens = Annotated[int, Interval(ge=2)]
+Port = Annotated[int, Interval(ge=0, le=65535)]
+Positive = Annotated[float, Interval(gt=0)]
+NonNegative = Annotated[float, Interval(ge=0)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+PositiveShare = Annotated[float, Interval(gt=0, le=1)]
+ShareBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 FloatType = Literal["auto", "float32", "bfloat16", "float16"]
 Bounds = tuple[float, float]
 """Lower and upper bound."""
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_UNKNOWN = "unexpected_keyword_argument"
+"""pydantic's name of an unknown key."""
 _SIMILAR = 0.6
 """Smallest similarity of a name that is suggested."""
 
@@ -48,7 +53,7 @@ class Marks:
     mutable: bool = False
     """True if the key, or all keys of the section, may change when a run is resumed."""
     variants: Mapping[str, type] | None = None
-    """For a section with several types: the type for each value of its key `name`."""
+    """For a section with several types: the type for each value of its key `name`; the first is the default."""
     needs: str | None = None
     """For a section that exists only with some algorithms: the class attribute of the algorithm that must be true."""
     keys: tuple[str, ...] | None = None
@@ -60,11 +65,17 @@ class Marks:
 
 def setting(default: Any, **marks: Any) -> Any:
     """A dataclass field with marks; the keywords are the fields of `Marks`. Each object has its own copy of a list or a
-    mapping."""
+    mapping. The default of a section is its class, or a mapping of the keys in which it differs from the class."""
     metadata = {"marks": Marks(**marks)}
-    if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=metadata)
+    if isinstance(default, list | dict | type):
+        factory: Any = getattr(default, "copy", default)
+        return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def section(**keys: Any) -> Any:
+    """A field with a section whose keys have these defaults, and otherwise those of its class."""
+    return setting(keys)
 
 
 def advanced(default: Any, **options: Any) -> Any:
@@ -80,11 +91,10 @@ def marks_of(declared: Field[Any]) -> Marks:
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Settings:
-    """Base class of sections: makes them frozen dataclasses with keyword arguments, and checks bounds.
+    """Base class of sections: makes them frozen dataclasses with keyword arguments, whose values pydantic reads.
 
-    A bound is a text in the annotation of a field or of its items, such as "above 0", "2 tokens or more" or "in [0,
-    1)", which errors quote as the rule. Text after a colon is the fix, by default the field's default. The bound of a
-    text is the error if it is empty.
+    Bounds are constraints in the annotation of a field or of its items, such as `Interval(ge=1)`. A text beside them is
+    the fix in errors, by default the field's default.
 
     A class may have a method `_check`, which raises UserError for values that contradict each other; those of base
     classes run first. It may have a mapping `following` from keys whose defaults follow from other values to functions
@@ -93,55 +103,121 @@ class Settings:
     name.
     """
 
+    __pydantic_config__ = MappingProxyType({"extra": "forbid", "allow_inf_nan": False, "validate_default": True})
+
     def __init_subclass__(cls) -> None:
         for name in vars(cls).get("__annotations__", ()):
             default = vars(cls).get(name)
             if isinstance(default, list | dict):
                 setattr(cls, name, setting(default))
-        dataclass(frozen=True, kw_only=True)(cls)
+        dataclass(frozen=True, kw_only=True, init=False)(cls)
+
+    def __init__(self, **given: Any) -> None:
+        """Read the values of fields; the others have their defaults.
+
+        Raises:
+            UserError: for a value of another type or outside its bounds, or a rule of the class.
+        """
+        from pydantic import ValidationError
+        from pydantic_core import ArgsKwargs
+
+        kind: Any = type(self)
+        for name, value in given.items():  # pydantic takes true for 1
+            if isinstance(value, bool) and not {bool, Any} & {*options_of(type_hints(kind).get(name, Any))}:
+                raise UserError(_broken_rule(kind, name, value))
+        try:
+            _validator(kind).validate_python(ArgsKwargs((), given), self_instance=self)
+        except ValidationError as error:
+            raise _explained(kind, error) from None
 
     def __post_init__(self) -> None:
-        for name, (bound, default) in _bounds(type(self)).items():  # type: ignore[arg-type]  # a type is hashable
-            value = getattr(self, name)
-            require(value != "", bound)
-            rule, _, fix = bound.partition(": ")
-            for item in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(item, int | float) and (side := _outside(item, rule)):
-                    usual = "leave it out" if default is None else f"{side} it, for example to {_shown(default)}"
-                    raise UserError(f"{name} must be {rule}, got {_shown(value)}: {fix or usual}")
         for kind in reversed(type(self).__mro__):
             if "_check" in vars(kind):
-                vars(kind)["_check"](self)
-
-
-def defaults_of(kind: type) -> SimpleNamespace:
-    """The defaults of a section, by field; MISSING for a field that must be given."""
-    return SimpleNamespace(
-        **{
-            declared.name: declared.default_factory() if callable(declared.default_factory) else declared.default
-            for declared in fields(kind)
-        }
-    )
+                try:
+                    vars(kind)["_check"](self)
+                except UserError as error:  # pydantic adds where the section is
+                    raise ValueError(error) from None
 
 
 @functools.cache
-def _bounds(kind: Any) -> dict[str, tuple[str, Any]]:
-    """The bound and default of each field that has a bound."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    bounds = {}
+def _validator(kind: Any) -> SchemaValidator:
+    """pydantic's reader of a section."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind).validator  # type: ignore[return-value]
+
+
+def _explained(kind: Any, error: ValidationError) -> UserError:
+    """The first mistake that pydantic has found in the values of a section: the rule, the value and the fix."""
+    first, *others = error.errors(include_url=False)
+    # Of the types of a union, the one that the value resembles most
+    for other in others:
+        if other["loc"][:1] == first["loc"][:1] and _depth(other) > _depth(first):
+            first = other
+    place, problem = first["loc"], first["type"]
+    owner = inner = kind
+    name = ""
+    for part in map(str, place):
+        if part in type_hints(inner):
+            owner, name = inner, part
+            inner = next(filter(is_dataclass, parts_of(type_hints(owner)[name])), inner)
+    if problem == "value_error":
+        rule = str(first["ctx"]["error"])
+    elif problem == _UNKNOWN:
+        known = type_hints(inner)
+        rule = f"unknown key {place[-1]}: {nearest_hint(str(place[-1]), known, otherwise=', '.join(known))}"
+    else:
+        rule = _broken_rule(owner, name, first["input"], problem)
+    is_item = any(isinstance(part, int) for part in place) and not rule.startswith(f"{place[0]} ")
+    return UserError(f"{place[0]}: {rule}" if is_item else rule)
+
+
+def _depth(error: ErrorDetails) -> tuple[int, bool, bool]:
+    """How far a value was read until an error."""
+    return len(error["loc"]), error["type"] == _UNKNOWN, not error["type"].endswith("_type")
+
+
+def _broken_rule(owner: Any, name: str, value: Any, problem: str = "") -> str:
+    """The error of a field's value, from pydantic's name of the problem."""
+    rule, fix = type_name(type_hints(owner)[name]), "see --help"
+    if problem == "finite_number":
+        rule, fix = "a finite number", "give one, or leave it out"
+    if problem.startswith(("greater", "less")):
+        notes = {type(note): note for note in parts_of(typing.get_type_hints(owner, include_extras=True)[name])}
+        default = default_of(owner.__dataclass_fields__[name])
+        change = "raise" if problem.startswith("greater") else "lower"
+        usual = "leave it out" if default is None else f"{change} it, for example to {_shown(default)}"
+        rule, fix = _in_words(notes[Interval]), notes.get(str, usual)
+    if value is None:
+        value, fix = "null", "give a value, or leave it out"
+    return f"{name} must be {rule}, got {value}: {fix}"
+
+
+def _in_words(bounds: Interval) -> str:
+    low: Any = bounds.gt if bounds.ge is None else bounds.ge
+    high: Any = bounds.lt if bounds.le is None else bounds.le
+    if high is None:
+        return f"above {low}" if bounds.ge is None else f"{low} or more"
+    return f"in {'(' if bounds.ge is None else '['}{low}, {high}{')' if bounds.le is None else ']'}"
+
+
+@functools.cache
+def defaults_of(kind: type) -> SimpleNamespace:
+    """The defaults of a section, by field; MISSING for a field that must be given."""
+    defaults = {}
     for declared in fields(kind):
-        for option in (hints[declared.name], *typing.get_args(hints[declared.name])):
-            if typing.get_origin(option) is Annotated:
-                bounds[declared.name] = (option.__metadata__[0], declared.default)
-    return bounds
+        value = default_of(declared)
+        inner = section_type(type_hints(kind)[declared.name])
+        defaults[declared.name] = inner(**value) if inner and value is not None else value
+    return SimpleNamespace(**defaults)
 
 
-def _outside(value: float, rule: str) -> str:
-    """How to change a value that breaks a rule: "raise" or "lower"; empty if it is valid."""
-    least, *most = map(float, _NUMBER.findall(rule))
-    if not value >= least or (value == least and rule.startswith(("above", "in ("))):  # NaN is outside too
-        return "raise"
-    return "lower" if most and (value > most[0] or (value == most[0] and rule.endswith(")"))) else ""
+def default_of(declared: Field[Any]) -> Any:
+    """The default of a field, of a section a mapping; MISSING if it must be given."""
+    factory = declared.default_factory
+    if isinstance(factory, type):
+        return {}
+    return declared.default if factory is MISSING else factory()
 
 
 def require(condition: object, message: str) -> None:
@@ -167,7 +243,8 @@ def require_defaults(
         prefix: dotted name of the section, in messages.
         others: further keys, each with a value that is allowed besides its default.
     """
-    defaults = defaults_of(type(config))
+    kind: Any = type(config)
+    defaults = defaults_of(kind)
     for key in (*keys, *others):
         value_of = operator.attrgetter(key)
         value = value_of(config)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from annotated_types import Interval
+
 from hybrid_rlhf.configs.credentials import check_url, is_placeholder
 from hybrid_rlhf.configs.sections.data import DataConfig, RowDataConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
-from hybrid_rlhf.configs.sections.rules import Count, Seed, Settings, advanced, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Natural, Settings, advanced, require, section, setting
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig, require_trainable
 
 SinkName = Literal["tensorboard", "csv", "wandb", "mlflow", "trackio"]
@@ -27,12 +29,12 @@ class LoggingConfig(Settings):
     webhook: str | None = advanced(None)
     """URL that receives a JSON message when the run ends, fails or stalls, or when an advice rule fires; ${NAME} is
     replaced by an environment variable."""
-    samples_every: Annotated[int, "0 (none) or more"] = 10
+    samples_every: Natural = 10
     """Steps between sample completions in samples.jsonl and on the console; 0: none."""
     tokens: bool = advanced(True)
     """Record per-token values of the samples in the folder tokens: log-probs, values, advantages, ratios. A recorded
     step takes up to 45 bytes per response token and 5 per prompt token."""
-    profile_steps: list[Annotated[int, "1 or more: leave the others out"]] = advanced([])
+    profile_steps: list[Annotated[int, Interval(ge=1), "leave the others out"]] = advanced([])
     """Steps whose torch profiler trace is written to the folder profile of the run."""
 
     def _check(self) -> None:
@@ -47,12 +49,12 @@ class LoggingConfig(Settings):
 class FaultsConfig(Settings):
     """Which faults end a run."""
 
-    phase_timeout_seconds: Annotated[float, "in [0, 100000000): give for example 1800, or 0 for no limit"] = advanced(
-        1800.0
-    )
+    phase_timeout_seconds: Annotated[
+        float, Interval(ge=0, lt=100000000), "give for example 1800, or 0 for no limit"
+    ] = advanced(1800.0)
     """Time limit of a phase (generation, scoring, training, saving), in seconds; exceeding it ends the run and writes
     the stacks of all ranks to the folder stacks. 0: no limit."""
-    max_skipped_steps: Annotated[int, "0 (never) or more"] = advanced(3)
+    max_skipped_steps: Natural = advanced(3)
     """Number of consecutive steps skipped because of a non-finite gradient, score or log-prob after which the run ends;
     0: no limit. Overflows of float16 count once its loss scale has fallen to 1."""
 
@@ -67,7 +69,7 @@ class StepConfig(Settings):
 
     output_dir: str = setting("output", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
-    seed: Seed = 42
+    seed: Natural = 42
     """Seed of all randomness: new heads, data order, sampling."""
     resume: str = setting("never", mutable=True)
     """never: reject a folder that contains a run; auto: resume from its last complete checkpoint, or exit with 0 if the
@@ -76,20 +78,20 @@ class StepConfig(Settings):
     """Bit-for-bit reproducible on a GPU, with slower kernels; runs on a CPU always are."""
     deepspeed_config: str | None = advanced(None)
     """DeepSpeed JSON file; its keys override those derived from the sections."""
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    logging: LoggingConfig = setting(LoggingConfig(), mutable=True)
-    faults: FaultsConfig = setting(FaultsConfig(), mutable=True)
+    model: ModelConfig = section()
+    data: DataConfig = section()
+    logging: LoggingConfig = setting({}, mutable=True)
+    faults: FaultsConfig = setting({}, mutable=True)
 
 
 class SupervisedConfig(StepConfig):
     """Settings of the training steps on rows: SFT, reward model, preference."""
 
-    data: RowDataConfig = RowDataConfig()
+    data: RowDataConfig = section()
     lora: LoraConfig | None = None
-    optimizer: OptimizerConfig = OptimizerConfig()
-    train: TrainConfig = TrainConfig()
-    zero: ZeroConfig = setting(ZeroConfig(), mutable=True)
+    optimizer: OptimizerConfig = section()
+    train: TrainConfig = section()
+    zero: ZeroConfig = setting({}, mutable=True)
 
     def _check(self) -> None:
         require_trainable(self.model, self.optimizer, self.lora, section="lora", stage=self.zero.stage)

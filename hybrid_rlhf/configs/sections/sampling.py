@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any
 
+from annotated_types import Interval
+
 from hybrid_rlhf.configs.sections.rules import (
     Count,
     Natural,
@@ -21,7 +23,7 @@ from hybrid_rlhf.configs.sections.rules import (
 
 _LEAST_TEMPERATURE = 1e-5
 """Dividing logits by less can overflow float32."""
-_AddedPenalty = Annotated[float, "in [-2, 2]: give 0 for none"]
+_AddedPenalty = Annotated[float, Interval(ge=-2, le=2)]
 
 
 class SamplingParams(Settings):
@@ -36,7 +38,7 @@ class SamplingParams(Settings):
     1e-5."""
     top_p: PositiveShare = 1.0
     """Sample from the smallest set of tokens with at least this probability (nucleus sampling); 1: from all."""
-    top_k: Annotated[int, "0 (all) or more"] = advanced(0)
+    top_k: Natural = advanced(0)
     """Sample from this number of most likely tokens; 0: from all."""
     min_p: ShareBelowOne = advanced(0.0)
     """Sample from tokens with at least this fraction of the most likely token's probability; 0: from all."""

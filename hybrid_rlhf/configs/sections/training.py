@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rules import (
@@ -13,12 +13,11 @@ from hybrid_rlhf.configs.sections.rules import (
     Positive,
     Settings,
     Share,
+    ShareBelowOne,
     advanced,
     require,
     setting,
 )
-
-_Beta = Annotated[float, "in [0, 1): give for example [0.9, 0.95]"]
 
 
 class OptimizerConfig(Settings):
@@ -33,7 +32,7 @@ class OptimizerConfig(Settings):
     """Peak learning rate; null: derived from the model's width and its adapters (docs/defaults.md), and logged."""
     weight_decay: NonNegative = 0.0
     """Weight decay per step, times lr; not applied to norms and biases."""
-    betas: tuple[_Beta, _Beta] = advanced((0.9, 0.95))
+    betas: tuple[ShareBelowOne, ShareBelowOne] = advanced((0.9, 0.95))
     """Adam's averaging coefficients (InstructGPT, appendix C)."""
     eps: Positive = advanced(1e-8)
     """Added to Adam's denominator (torch's default)."""
@@ -41,7 +40,7 @@ class OptimizerConfig(Settings):
     """Decay of lr after the warm-up: to 0 (linear, cosine) or none (constant)."""
     warmup_fraction: Share = 0.03
     """Fraction of the steps in which lr rises linearly from 0."""
-    max_grad_norm: Annotated[float, "0 (off) or more"] = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Gradients are clipped to this global norm; 0: not clipped, as always with muon, whose updates have a fixed
     size."""
 
@@ -57,13 +56,13 @@ class AdamStep(Settings):
 
     lr: NonNegative = 1e-4
     """Learning rate."""
-    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.95)
     """Adam's averaging coefficients."""
     eps: Positive = 1e-8
     """Added to Adam's denominator."""
     weight_decay: NonNegative = 0.0
     """Weight decay per step, times lr."""
-    max_grad_norm: Annotated[float, "0 (off) or more"] = 0.0
+    max_grad_norm: NonNegative = 0.0
     """The gradient is clipped to this norm; 0: not clipped."""
 
 
