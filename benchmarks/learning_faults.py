@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.cli.rl import main
-from hybrid_rlhf.rl.batch import MiniBatchPlan, Rollout
+from hybrid_rlhf.rl.mini_batches import MiniBatchPlan
 from hybrid_rlhf.rl.rollouts import advantages
 from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
+from hybrid_rlhf.rl.types import Rollout
 
 
 def old_logprobs_off_by_one() -> None:

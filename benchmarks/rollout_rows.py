@@ -19,8 +19,9 @@ import torch
 
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.functional.masking import masked_whiten
-from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner, Rollout
 from hybrid_rlhf.rl.metrics import rollout_metrics
+from hybrid_rlhf.rl.mini_batches import MiniBatchPlanner
+from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.runtime.world import World
 from tests.support.ranks import run_ranks
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from hybrid_rlhf.generation import GenerationEngine as GenerationEngine
     from hybrid_rlhf.loop.step import TrainResult as TrainResult
     from hybrid_rlhf.rl.algorithms import Algorithm as Algorithm
-    from hybrid_rlhf.rl.batch import Batch as Batch
-    from hybrid_rlhf.rl.batch import Rollout as Rollout
     from hybrid_rlhf.rl.build import RL as RL
     from hybrid_rlhf.rl.environments import Environment as Environment
     from hybrid_rlhf.rl.parts import RLParts as RLParts
     from hybrid_rlhf.rl.parts import RLSession as RLSession
+    from hybrid_rlhf.rl.types import Batch as Batch
+    from hybrid_rlhf.rl.types import Rollout as Rollout
     from hybrid_rlhf.supervised.build import SFT as SFT
     from hybrid_rlhf.supervised.build import PreferenceTuning as PreferenceTuning
     from hybrid_rlhf.supervised.build import RewardModel as RewardModel
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _MODULES = {
     "Algorithm": "rl.algorithms",
-    "Batch": "rl.batch",
+    "Batch": "rl.types",
     "Completion": "generation",
     "Environment": "rl.environments",
     "GenerationEngine": "generation",
@@ -48,7 +48,7 @@ _MODULES = {
     "RLSession": "rl.parts",
     "RewardConfig": "configs.reward",
     "RewardModel": "supervised.build",
-    "Rollout": "rl.batch",
+    "Rollout": "rl.types",
     "SFT": "supervised.build",
     "SFTConfig": "configs.sft",
     "SamplingParams": "configs.sections.sampling",

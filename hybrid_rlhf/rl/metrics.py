@@ -10,8 +10,8 @@ from torch import Tensor
 from hybrid_rlhf.functional.advantages import differs_in_group, group_size
 from hybrid_rlhf.functional.masking import masked_sum, masked_var, spread
 from hybrid_rlhf.generation.batching.requests import DecodeWork
-from hybrid_rlhf.rl.batch import Batch, Rollout, SampledTokens
 from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.types import Batch, Rollout, SampledTokens
 from hybrid_rlhf.runtime.observability.profiling import decode_roofline, model_flops_utilisation
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
 from hybrid_rlhf.runtime.world import World

@@ -25,13 +25,14 @@ from hybrid_rlhf.loop.saving import finish, save_engine
 from hybrid_rlhf.planning.automatic import MeasuredStep, PlacementWatch
 from hybrid_rlhf.planning.job import StepLengths
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, MiniBatchPlanner, Rollout, SampledTokens
+from hybrid_rlhf.rl.mini_batches import MiniBatchPlan, MiniBatchPlanner
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
 from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.entropy import select_tokens
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
+from hybrid_rlhf.rl.types import Batch, Rollout, SampledTokens
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.rl.updates.updater import Updater
 from hybrid_rlhf.runtime.run import Run

@@ -16,12 +16,14 @@ from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
 from hybrid_rlhf.loop.trainer import Trainer
-from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, Rollout, restored_rows, with_prefix, without_prefix
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics, speed_metrics
+from hybrid_rlhf.rl.mini_batches import MiniBatchPlan
 from hybrid_rlhf.rl.parts import RLSession
 from hybrid_rlhf.rl.rollouts.advantages import KLController, NothingToLearn
 from hybrid_rlhf.rl.rollouts.entropy import EntropyController
 from hybrid_rlhf.rl.rollouts.samples import SampleTexts, token_arrays, token_rows
+from hybrid_rlhf.rl.sharing import restored_rows, with_prefix, without_prefix
+from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.rl.updates.updater import LastLogprobs, Progress, UpdateReport
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.observability.samples import SampleLog

@@ -26,8 +26,9 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.functional import operations
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
-from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner
+from hybrid_rlhf.rl.mini_batches import MiniBatchPlanner
 from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.types import Batch
 from hybrid_rlhf.rl.updates.updater import Updater
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.marks import faults, slow

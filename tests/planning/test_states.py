@@ -18,7 +18,7 @@ from hybrid_rlhf.generation.batching.capacity import WorkingMemory
 from hybrid_rlhf.planning.generation_memory import GenerationMemory, replayed_bytes, rollout_bytes, route_size
 from hybrid_rlhf.planning.job import LEARNED_BYTES
 from hybrid_rlhf.planning.shapes import ShapedModel, shaped_model
-from hybrid_rlhf.rl.batch import RolloutRoutes
+from hybrid_rlhf.rl.types import RolloutRoutes
 from tests.support.families import variant
 from tests.support.generation import random_tokens
 

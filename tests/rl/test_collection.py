@@ -16,11 +16,12 @@ from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig, Penalt
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
-from hybrid_rlhf.rl.batch import MiniBatchPlanner, Rollout
+from hybrid_rlhf.rl.mini_batches import MiniBatchPlanner
 from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
 from hybrid_rlhf.rl.rollouts.collector import Collector, _joined
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.rl.rollouts.stream import StepStream
+from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks

@@ -23,12 +23,12 @@ from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.algorithms.raft import RAFT
 from hybrid_rlhf.rl.algorithms.vapo import VAPO
-from hybrid_rlhf.rl.batch import Batch
 from hybrid_rlhf.rl.metrics import rollout_metrics
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
 from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.stream import StepStream
+from hybrid_rlhf.rl.types import Batch
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.updater import Progress, Updater, UpdateReport
 from hybrid_rlhf.runtime.files.json_lines import read_lines

@@ -14,13 +14,13 @@ from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig
 from hybrid_rlhf.configs.sections.rollout import CurriculumConfig
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
-from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
 from hybrid_rlhf.rl.rollouts.stream import StepStream
+from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World

@@ -16,8 +16,8 @@ from hybrid_rlhf.configs.sections.algorithm import EntropyConfig
 from hybrid_rlhf.functional.advantages import covariance_terms
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm
-from hybrid_rlhf.rl.batch import Batch
 from hybrid_rlhf.rl.rollouts.entropy import EntropyController, select_tokens
+from hybrid_rlhf.rl.types import Batch
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks

@@ -33,7 +33,6 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.data.chat.template import render
 from hybrid_rlhf.generation.sampling import Completion
-from hybrid_rlhf.rl.batch import Episode, Rollout
 from hybrid_rlhf.rl.environments import StepResult, build_runner
 from hybrid_rlhf.rl.environments.calculator import Calculator, compute
 from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
@@ -43,6 +42,7 @@ from hybrid_rlhf.rl.metrics import episode_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
+from hybrid_rlhf.rl.types import Episode, Rollout
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.sandbox import local
 from hybrid_rlhf.runtime.world import World

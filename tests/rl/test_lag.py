@@ -24,10 +24,10 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.open_batch import PromptBatch
-from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rollouts.live import LiveBatch
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.stream import StepStream
+from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE

@@ -20,8 +20,8 @@ from hybrid_rlhf.functional.losses import MAX_LOG_RATIO, LossSum
 from hybrid_rlhf.functional.masking import masked_whiten, row_sums
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
-from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, _advantages, estimate_advantages
+from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks

@@ -17,10 +17,11 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.engine import Role
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.rl.algorithms.ppo import PPO
-from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner
 from hybrid_rlhf.rl.metrics import rollout_metrics
+from hybrid_rlhf.rl.mini_batches import MiniBatchPlanner
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import KLController
+from hybrid_rlhf.rl.types import Batch
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.rl.updates.updater import Progress, Updater
 from hybrid_rlhf.runtime.files.json_lines import read_lines

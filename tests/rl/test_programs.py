@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
-from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.rl.metrics import episode_metrics
+from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.world import World
 from tests.support.errors import user_error
 from tests.support.families import variant

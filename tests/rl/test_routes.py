@@ -16,8 +16,8 @@ from hybrid_rlhf.configs.sections import rollout as rollout_section
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.models.routers.modules import router_modules
-from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Rollout, RolloutRoutes
 from hybrid_rlhf.rl.parts import RLParts
+from hybrid_rlhf.rl.types import ROUTER_AGREEMENT, Rollout, RolloutRoutes
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.rl.batch import Batch
 from hybrid_rlhf.rl.rollouts.samples import token_arrays, token_rows
+from hybrid_rlhf.rl.types import Batch
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.observability.token_records import TokenRecord, TokenRecords
 from tests.support.ahead import favours_short, rollout_line

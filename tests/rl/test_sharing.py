@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hybrid_rlhf.functional.masking import masked_var, masked_whiten
 from hybrid_rlhf.generation.sampling import Completion
-from hybrid_rlhf.rl.batch import Batch, Episode, Rollout, restored_rows, row_values, with_columns_of_all_ranks
+from hybrid_rlhf.rl.sharing import restored_rows, row_values, with_columns_of_all_ranks
+from hybrid_rlhf.rl.types import Batch, Episode, Rollout
 from hybrid_rlhf.runtime import world as worlds
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
-from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.rl.metrics import rollout_metrics
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
+from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.faults import Point, run_step

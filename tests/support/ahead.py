@@ -17,7 +17,7 @@ from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import set_weights
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.files.names import METRICS_FILE
 from hybrid_rlhf.runtime.world import World

@@ -20,14 +20,16 @@ from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
 from hybrid_rlhf.rl.algorithms.ppo import PPO
-from hybrid_rlhf.rl.batch import Batch, LocalRows, MiniBatchPlan, Rollout
 from hybrid_rlhf.rl.environments import build_runner
+from hybrid_rlhf.rl.mini_batches import MiniBatchPlan
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward, RewardReport
 from hybrid_rlhf.rl.rewards.models import ModelReward
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.rl.sharing import LocalRows
+from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from tests.support.tiny import tiny_tokenizer

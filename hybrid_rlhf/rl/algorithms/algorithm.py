@@ -26,7 +26,7 @@ from hybrid_rlhf.configs.sections.algorithm import (
 from hybrid_rlhf.functional.advantages import differs_in_group
 from hybrid_rlhf.functional.losses import LossSum, clipped_surrogate
 from hybrid_rlhf.functional.masking import keep, last_index, masked_whiten
-from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.rl.types import Batch, Rollout
 
 
 class Algorithm:

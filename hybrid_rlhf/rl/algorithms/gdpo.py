@@ -21,7 +21,7 @@ from hybrid_rlhf.functional.advantages import group_mean
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import groups_of, per_token
 from hybrid_rlhf.rl.algorithms.grpo import GRPO, standardized
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.types import Rollout
 
 
 class GDPO(GRPO):

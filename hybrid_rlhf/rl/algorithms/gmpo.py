@@ -20,7 +20,7 @@ from hybrid_rlhf.functional.losses import LossSum, bounded_ratio, policy_sum
 from hybrid_rlhf.functional.masking import keep, masked_mean
 from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
-from hybrid_rlhf.rl.batch import Batch
+from hybrid_rlhf.rl.types import Batch
 
 
 class GMPO(GRPO):

@@ -25,7 +25,7 @@ from hybrid_rlhf.configs.sections.algorithm import GroupConfig
 from hybrid_rlhf.functional.advantages import group_mean, group_std
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.types import Rollout
 
 EPSILON = 1e-4
 """The value of TRL."""

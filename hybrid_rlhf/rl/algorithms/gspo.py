@@ -18,7 +18,7 @@ from hybrid_rlhf.functional.losses import LossSum, clipped_surrogate
 from hybrid_rlhf.functional.masking import masked_mean
 from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
-from hybrid_rlhf.rl.batch import Batch
+from hybrid_rlhf.rl.types import Batch
 
 
 class GSPO(GRPO):

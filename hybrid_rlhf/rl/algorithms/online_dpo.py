@@ -18,7 +18,7 @@ from hybrid_rlhf.functional.advantages import differs_in_group, group_mean, grou
 from hybrid_rlhf.functional.losses import LossSum, policy_sum
 from hybrid_rlhf.functional.masking import keep, row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
-from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.rl.types import Batch, Rollout
 
 
 class OnlineDPO(Algorithm):

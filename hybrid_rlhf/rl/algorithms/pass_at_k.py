@@ -22,7 +22,7 @@ from hybrid_rlhf.configs.algorithms import PassAtKConfig
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
 from hybrid_rlhf.rl.algorithms.grpo import EPSILON
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.types import Rollout
 
 
 class PassAtK(Algorithm):

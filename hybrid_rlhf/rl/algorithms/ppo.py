@@ -21,7 +21,7 @@ from hybrid_rlhf.configs.algorithms import ActorCriticConfig, PPOConfig
 from hybrid_rlhf.functional.advantages import gae
 from hybrid_rlhf.functional.masking import masked_whiten
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.types import Rollout
 
 
 class PPO(Algorithm):

@@ -20,7 +20,7 @@ from hybrid_rlhf.functional.advantages import differs_in_group, rank_in_group
 from hybrid_rlhf.functional.losses import LossSum, policy_sum
 from hybrid_rlhf.functional.masking import keep
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, per_token
-from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.rl.types import Batch, Rollout
 
 
 class RAFT(Algorithm):

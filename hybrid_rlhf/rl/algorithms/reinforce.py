@@ -19,7 +19,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, per_token
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.types import Rollout
 
 
 class Reinforce(Algorithm):

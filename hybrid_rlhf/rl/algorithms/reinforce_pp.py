@@ -17,7 +17,7 @@ from hybrid_rlhf.configs.algorithms import ReinforcePPConfig
 from hybrid_rlhf.functional.advantages import gae, group_mean, shaped_rewards
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.types import Rollout
 
 
 class ReinforcePP(Algorithm):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_rlhf.functional.advantages import gae
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, per_token
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.types import Rollout
 
 
 class ReMax(Algorithm):

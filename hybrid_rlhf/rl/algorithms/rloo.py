@@ -15,7 +15,7 @@ from torch import Tensor
 from hybrid_rlhf.functional.advantages import leave_one_out
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.types import Rollout
 
 
 class RLOO(Algorithm):

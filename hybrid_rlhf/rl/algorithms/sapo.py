@@ -17,7 +17,7 @@ from hybrid_rlhf.functional.losses import LossSum, bounded_ratio, policy_sum
 from hybrid_rlhf.functional.masking import keep
 from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
-from hybrid_rlhf.rl.batch import Batch
+from hybrid_rlhf.rl.types import Batch
 
 
 class SAPO(GRPO):

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.algorithms import VAPOConfig
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms.ppo import PPO
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.types import Rollout
 
 
 class VAPO(PPO):

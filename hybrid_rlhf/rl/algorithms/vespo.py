@@ -19,7 +19,7 @@ from hybrid_rlhf.functional.losses import MAX_LOG_RATIO, LossSum, policy_sum
 from hybrid_rlhf.functional.masking import keep, row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
-from hybrid_rlhf.rl.batch import Batch
+from hybrid_rlhf.rl.types import Batch
 
 
 class VESPO(GRPO):

@@ -22,8 +22,8 @@ from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.open_batch import PromptBatch, RequestBatch, StreamedToken, Submitted, TokenSource
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams
-from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import EnvironmentCalls
+from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 

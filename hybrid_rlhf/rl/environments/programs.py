@@ -28,10 +28,10 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.generation.open_batch import RequestBatch
 from hybrid_rlhf.loop.user_code import import_named
-from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import CallFailure
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, Turns, environment_row, is_finite_number
 from hybrid_rlhf.rl.environments.recording import EpisodeService
+from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.logs import logger, shortened
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 from hybrid_rlhf.serving.app import Access, build_app

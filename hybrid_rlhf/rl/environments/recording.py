@@ -23,9 +23,9 @@ from hybrid_rlhf.data.chat.reasoning import answer_of
 from hybrid_rlhf.data.chat.template import token_ids
 from hybrid_rlhf.generation.open_batch import TokenSource
 from hybrid_rlhf.generation.sampling import Completion, derive_seed
-from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.episodes import Turns
 from hybrid_rlhf.rl.environments.observations import PLACEHOLDER, ids_after_turn
+from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.answers import chat_template
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody

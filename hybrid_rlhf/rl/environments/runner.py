@@ -23,11 +23,11 @@ from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
 from hybrid_rlhf.data.chat.messages import ROLES, Message, read_message, row_tools, with_ordered_results
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
 from hybrid_rlhf.loop.user_code import describe_error
-from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import CallFailure
 from hybrid_rlhf.rl.environments.environment import Environment, EnvironmentFactory, StepResult
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, Turns, environment_row, is_finite_number, next_turn
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
+from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 

@@ -19,13 +19,13 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.loop.non_finite import NonFiniteError
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import Batch
 from hybrid_rlhf.rl.build import rl_session
 from hybrid_rlhf.rl.parts import RLSession
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
 from hybrid_rlhf.rl.rollouts.samples import sample_text, token_arrays, token_rows
 from hybrid_rlhf.rl.trainer import RLTrainer
+from hybrid_rlhf.rl.types import Batch
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.observability.token_records import TokenRecord
 

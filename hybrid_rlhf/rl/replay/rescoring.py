@@ -19,10 +19,11 @@ from hybrid_rlhf.data.tokenized import load_prompt_data
 from hybrid_rlhf.loop.non_finite import json_number
 from hybrid_rlhf.loop.setup import start_step
 from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
-from hybrid_rlhf.rl.batch import Episode, MiniBatchPlanner, Rollout
+from hybrid_rlhf.rl.mini_batches import MiniBatchPlanner
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
 from hybrid_rlhf.rl.roles import build_reward_alone, place_roles
+from hybrid_rlhf.rl.types import Episode, Rollout
 from hybrid_rlhf.runtime.run import start_run
 
 

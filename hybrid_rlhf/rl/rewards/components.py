@@ -25,8 +25,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import OnFailure, RewardComponentConfig
 from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.chat.messages import Message, Tools, row_tools
-from hybrid_rlhf.rl.batch import LocalRows, Rollout
 from hybrid_rlhf.rl.rewards.verifiers.verdicts import Verdict
+from hybrid_rlhf.rl.sharing import LocalRows
+from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.world import World
 

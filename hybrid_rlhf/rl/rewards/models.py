@@ -24,8 +24,8 @@ from hybrid_rlhf.data.rows.stepwise import SEPARATOR_KEY, StepwiseTokens, encode
 from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.models.pretrained.loading import stored_heads
-from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
+from hybrid_rlhf.rl.types import Rollout
 
 
 class ScoreTransform:

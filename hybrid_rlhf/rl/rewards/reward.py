@@ -14,13 +14,14 @@ from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_
 from hybrid_rlhf.data.chat.conversation import turn_end
 from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.functional.masking import spread
-from hybrid_rlhf.rl.batch import LocalRows, Rollout
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.models import AbsentReward, ModelReward, RetokenizingModelReward, tokenizes_alike
 from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
 from hybrid_rlhf.rl.rewards.verifiers.verdicts import OUTCOMES
+from hybrid_rlhf.rl.sharing import LocalRows
+from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 

@@ -15,11 +15,9 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import EngineFacts, Role
 from hybrid_rlhf.engines.hybrid import AbsentActor
+from hybrid_rlhf.engines.placed import build_critic_copy, build_separate_sampler
 from hybrid_rlhf.engines.role_model import AbsentEngine, Actor, Reader, RoleModel
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
-from hybrid_rlhf.engines.separate.broadcast import SyncRanks
-from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
-from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
 from hybrid_rlhf.loop.setup import (
     require_positions,
@@ -153,16 +151,15 @@ class _Builder:
             return sampler
         if not placement.separate_sampler:
             return None
-        ranks = self._sync_ranks("actor", "sampler")
         with shared_user_errors(self._run.world):
-            return SeparateSampler(
+            return build_separate_sampler(
                 actor,
-                world=self._part("sampler"),
-                ranks=ranks,
+                placement,
+                world=self._run.world,
                 rollout=self._rollout,
+                residency=self._residency["sampler"],
                 max_logprob_diff=faults.max_logprob_diff,
                 check_weights=faults.check_weights,
-                residency=self._residency["sampler"],
             )
 
     def critic(self, path: str, actor: Actor) -> RoleModel:
@@ -178,14 +175,9 @@ class _Builder:
     def critic_copy(self, critic: RoleModel) -> Reader | None:
         if CRITIC_COPY not in self._placement.roles:
             return None
-        ranks = self._sync_ranks("critic", CRITIC_COPY)
         with shared_user_errors(self._run.world):
-            return CriticCopy(
-                critic,
-                world=self._part(CRITIC_COPY),
-                ranks=ranks,
-                tensor_parallel=self._placement[CRITIC_COPY].tensor_parallel,
-                check_weights=self._config.faults.check_weights,
+            return build_critic_copy(
+                critic, self._placement, world=self._run.world, check_weights=self._config.faults.check_weights
             )
 
     def reward(self, tokenizer: PreTrainedTokenizerBase) -> Reward:
@@ -233,10 +225,6 @@ class _Builder:
             engine = build_engine(spec, part) if part.is_member else None
         facts = self._facts(engine, part)
         return AbsentEngine(spec.role, part, facts) if engine is None else engine
-
-    def _sync_ranks(self, trained: str, copy: str) -> SyncRanks:
-        """The ranks of a model, and those of its inference weights."""
-        return SyncRanks.of(self._run.world, self._placement[trained].ranks, self._placement[copy].ranks)
 
     def _part(self, name: str) -> World:
         return self._run.world.part(self._placement[name].ranks)

@@ -33,7 +33,7 @@ from hybrid_rlhf.functional.losses import KL_ESTIMATORS
 from hybrid_rlhf.functional.masking import keep, masked_mean, spread
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
-from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.runtime.world import World
 
 

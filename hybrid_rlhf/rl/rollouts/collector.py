@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import Rollout, SampledTokens
 from hybrid_rlhf.rl.metrics import score_metrics, staleness_metrics
 from hybrid_rlhf.rl.rewards.reward import COUNTS
 from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
 from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
 from hybrid_rlhf.rl.rollouts.stream import StepStream
+from hybrid_rlhf.rl.types import Rollout, SampledTokens
 from hybrid_rlhf.runtime.world import World
 
 

@@ -31,7 +31,8 @@ from torch import Tensor
 from hybrid_rlhf.configs.sections.algorithm import EntropyConfig
 from hybrid_rlhf.functional.advantages import covariance_terms
 from hybrid_rlhf.functional.masking import masked_sum
-from hybrid_rlhf.rl.batch import Batch, Rollout, RowIndex
+from hybrid_rlhf.rl.sharing import RowIndex
+from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.runtime.world import World
 
 _DRAWS = 1

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.sampling import Completion, FinishReason, SamplingParams
-from hybrid_rlhf.rl.batch import Episode, Rollout, with_prefix, without_prefix
+from hybrid_rlhf.rl.sharing import with_prefix, without_prefix
+from hybrid_rlhf.rl.types import Episode, Rollout
 from hybrid_rlhf.runtime.world import World
 
 _CARRIED = "carried."

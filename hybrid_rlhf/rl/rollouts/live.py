@@ -25,9 +25,9 @@ from hybrid_rlhf.generation.batching.continuous import BatchLoad
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion, PromptLogprobs, SamplingParams, per_request
-from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
 from hybrid_rlhf.rl.rollouts.in_flight import AssignedPrompt
+from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 ResultT = TypeVar("ResultT")

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.open_batch import Deliver, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request
-from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
 from hybrid_rlhf.rl.rollouts.in_flight import AssignedPrompt
+from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 

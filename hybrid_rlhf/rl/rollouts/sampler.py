@@ -21,11 +21,12 @@ from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed, with_seed
-from hybrid_rlhf.rl.batch import Episode, Rollout, with_columns_of_all_ranks
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
 from hybrid_rlhf.rl.rollouts.in_flight import AssignedPrompt
 from hybrid_rlhf.rl.rollouts.live import LiveBatch
 from hybrid_rlhf.rl.rollouts.lock_step import LockStep
+from hybrid_rlhf.rl.sharing import with_columns_of_all_ranks
+from hybrid_rlhf.rl.types import Episode, Rollout
 from hybrid_rlhf.runtime.observability.progress import STEP_SECONDS, ProgressLog
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, shared_user_errors

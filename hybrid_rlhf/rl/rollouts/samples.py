@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.data.chat.reasoning import text_decoder
 from hybrid_rlhf.functional.masking import masked_mean
 from hybrid_rlhf.loop.non_finite import json_number
-from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.runtime.observability.token_records import COLUMN
 
 

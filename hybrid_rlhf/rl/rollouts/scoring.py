@@ -21,11 +21,13 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.role_model import Reader
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.models.policy import values_before
-from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, row_values
 from hybrid_rlhf.rl.metrics import episode_metrics
+from hybrid_rlhf.rl.mini_batches import MiniBatchPlan, MiniBatchPlanner
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
 from hybrid_rlhf.rl.roles.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
+from hybrid_rlhf.rl.sharing import row_values
+from hybrid_rlhf.rl.types import Rollout, RouterAgreement
 from hybrid_rlhf.runtime.observability.timers import Timers
 
 

@@ -30,10 +30,11 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.loaders import RowStream
-from hybrid_rlhf.rl.batch import Rollout, restored_rows
 from hybrid_rlhf.rl.rollouts.in_flight import AssignedPrompt, begun_state, restored_completions
 from hybrid_rlhf.rl.rollouts.live import LiveBatch, Ticket
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.rl.sharing import restored_rows
+from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 

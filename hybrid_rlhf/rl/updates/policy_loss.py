@@ -24,7 +24,7 @@ from hybrid_rlhf.functional.losses import (
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
-from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.rl.types import Batch, Rollout
 
 ROUTES_USED = ("routes_used", "routes_recorded")
 """Stats of a loss on completions with recorded experts: number of experts that the routers used, and of all."""

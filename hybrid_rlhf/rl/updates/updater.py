@@ -26,8 +26,10 @@ from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, LocalRows, MiniBatchPlan, Rollout, RowIndex, row_values
+from hybrid_rlhf.rl.mini_batches import MiniBatchPlan
 from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.sharing import LocalRows, RowIndex, row_values
+from hybrid_rlhf.rl.types import ROUTER_AGREEMENT, Batch, Rollout
 from hybrid_rlhf.rl.updates.policy_loss import ROUTES_USED, MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.world import World

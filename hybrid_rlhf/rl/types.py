@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.generation.sampling import Completion
-from hybrid_rlhf.rl.batch.sharing import RowIndex, with_prefix, without_prefix
+from hybrid_rlhf.rl.sharing import RowIndex, with_prefix, without_prefix
 from hybrid_rlhf.runtime.world import World
 
 ROUTER_AGREEMENT = "rollout/router_agreement"

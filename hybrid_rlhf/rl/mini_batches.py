@@ -12,8 +12,8 @@ import numpy as np
 
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.loaders import shard_batch
-from hybrid_rlhf.rl.batch.rollout import Rollout
-from hybrid_rlhf.rl.batch.sharing import RowIndex
+from hybrid_rlhf.rl.sharing import RowIndex
+from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.world import World
 
 
