@@ -150,7 +150,7 @@ class WeightBroadcast:
             everything: as in `TrainedModel.buckets`.
             checked: compute checksums.
         """
-        buckets = self._buckets(everything)
+        buckets = self._buckets(everything=everything)
         weights = {weight.name: weight for weight in base_weights(lm)}
         sent = [weights[weight.name] for bucket in buckets for weight in bucket.weights]
         full = full_weights(sent, bucket_elements=BUCKET_ELEMENTS)
@@ -166,10 +166,11 @@ class WeightBroadcast:
     def receive(self, *, everything: bool, checked: bool) -> Iterator[tuple[str, Tensor, bool]]:
         """Receive the weights for `InferenceWeights.build`; arguments as in `send`. A weight is valid until the next
         one."""
-        for weight, values in self._broadcast(self._buckets(everything), lambda views: None, checked=checked):
+        buckets = self._buckets(everything=everything)
+        for weight, values in self._broadcast(buckets, lambda views: None, checked=checked):
             yield weight.name, values, False
 
-    def _buckets(self, everything: bool) -> list[Bucket]:  # noqa: FBT001
+    def _buckets(self, *, everything: bool) -> list[Bucket]:
         return self._model.buckets(everything=everything, bucket_elements=BUCKET_ELEMENTS)
 
     def _broadcast(
@@ -177,7 +178,7 @@ class WeightBroadcast:
     ) -> Iterator[tuple[SentWeight, Tensor]]:
         """Broadcast buckets, all in one buffer, which `fill` fills on the source; yields weights and their values."""
         self.checksums = {}
-        largest = max(bucket.nbytes for bucket in buckets)
+        largest = max((bucket.nbytes for bucket in buckets), default=0)
         buffer = torch.empty(largest, dtype=torch.uint8, device=self._path.device)
         for bucket in buckets:
             message = buffer[: bucket.nbytes]
