@@ -293,10 +293,12 @@ def test_a_rank_that_samples_holds_its_part_and_a_bucket(tensor_parallel: int, t
     product = 256 * 1024 // tensor_parallel
     for told in run_ranks(held, 1 + tensor_parallel, tmp_path / "ranks", folder, tensor_parallel)[1:]:
         assert len(told) == 6
-        for own, more in told:
-            assert whole / tensor_parallel <= own < 1.1 * whole / tensor_parallel
-            assert more <= 1.05 * 4 * max(BUCKET, 2 * product), "after the last bucket, a product is fused and packed"
-        assert all(more <= 1.05 * 4 * BUCKET for _, more in told[3:]), "or fused"
+        part = 1.1 * whole / tensor_parallel
+        for own, more in told:  # gloo's threads may release the last bucket late, so that it counts as its own
+            assert whole / tensor_parallel <= own < part + 4 * BUCKET
+            most = part + 1.05 * 4 * max(BUCKET, 2 * product)
+            assert own + more <= most, "after the last bucket, a product is fused and packed"
+        assert all(own + more <= part + 1.05 * 4 * BUCKET for own, more in told[3:]), "or fused"
 
 
 DAMAGED, DROPPED = "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.v_proj.weight"
