@@ -18,6 +18,7 @@ from hybrid_rlhf.configs.sections.rules import (
     Settings,
     advanced,
     require,
+    require_defaults,
     require_template_variables,
     section,
     setting,
@@ -194,14 +195,7 @@ class ServeConfig(ServerConfig):
 
     def check_scores_alone(self) -> None:
         """Raise UserError for keys that have no effect when a reward model is served alone."""
-        plain = ServeConfig(path=self.path)
-        for name in _GENERATING_KEYS:
-            value = getattr(self, name)
-            require(
-                value == getattr(plain, name),
-                f"{name} is read where the served model generates, {self.path} is a reward model, got {value}: leave "
-                "it out",
-            )
+        require_defaults(self, _GENERATING_KEYS, f"{self.path} is a reward model, which generates nothing")
 
 
 class TrainServerConfig(ServerConfig):
@@ -331,7 +325,7 @@ class EvaluateConfig(InferenceConfig):
     """Where and within which limits a verifier runs programs."""
     pass_score: float = 1.0
     """Completions with at least this reward pass."""
-    k: list[int] = [1]
+    k: list[Count] = [1]
     """The k of pass@k, each at most sampling.n."""
     seed: Natural = 0
     """Seed of the sampling and of the bootstrap."""
@@ -341,10 +335,7 @@ class EvaluateConfig(InferenceConfig):
     """Replace the output if it exists."""
 
     def _check(self) -> None:
-        require(
-            self.k and all(1 <= k for k in self.k),
-            f"k must be numbers of 1 or more, got {self.k}: give for example [1, 4]",
-        )
+        require(self.k, "k must be numbers of 1 or more, got none: give for example [1, 4]")
         keys = {measure: key for measure, key in _MEASURES.items() if getattr(self, key)}
         require(
             self.measure in keys or self.measure not in _MEASURES,

@@ -70,7 +70,7 @@ RULES = {
     "--environment.max_turns 4": ("environment.path", "got None"),
     "--algorithm grpo --environment.path a:B --rollout.endpoint true": ("rollout.endpoint is for programs", "a:B"),
     "--rollout.sampling.seed 3": ("rollout.sampling", "got seed 3"),
-    "--rollout.sampling.stop x": ("rollout.sampling", "got stop ['x']"),
+    "--rollout.sampling.stop x": ("rollout.sampling", "got stop x"),
     "--rollout.sampling.repetition_penalty 1.2": ("rollout.sampling", "got repetition_penalty 1.2"),
     "--actor.lora.rank 0": ("lora.rank", "got 0"),
     "--rollout.quantization int8 --rollout.backend module": ("rollout.backend module", "got rollout.quantization int8"),

@@ -60,10 +60,10 @@ LINES = {
             "--data.sources '[{path: a, weight: x}]'",
             "data.sources ... weight ... float ... got x",
         ),
-        ("--data.sources '[{path: a, weight: -1}]'", "weight of a ... above 0 ... got -1.0"),
+        ("--data.sources '[{path: a, weight: -1}]'", "data.sources ... weight ... in (0, 1000] ... got -1"),
         (
             "--data.sources '[{path: a, weight: 1e6}]'",
-            "weight of a ... at most 1000 passes ... got 1000000.0 ... lower",
+            "data.sources ... weight ... in (0, 1000] ... got 1000000.0 ... lower",
         ),
         ("--data.sources '[{path: a, weight: null}]'", "data.sources ... weight ... float ... got null"),
         ("--data.sources '[{weight: 1}]'", "data.sources ... path ... got {'weight': 1}"),

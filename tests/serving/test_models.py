@@ -189,7 +189,7 @@ class SlowScorer:
 
 def test_what_a_reward_model_does_not_read_is_refused(reward_folder: str, cli: CommandLine) -> None:
     ended = cli(f"serve {reward_folder} --port 0 --max_batch_rows 8")
-    assert ended.code == 2 and "max_batch_rows is read where the served model generates" in ended.err
+    assert ended.code == 2 and "is a reward model, which generates nothing, got max_batch_rows" in ended.err
 
 
 def test_pairs_have_the_scores_of_prompts_and_completions(url: str, reward_folder: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.trl_names import trl_answer
-from hybrid_rlhf.configs.sections.hints import is_list, options_of, section_type, type_hints
+from hybrid_rlhf.configs.sections.hints import options_of, section_type, type_hints
 from hybrid_rlhf.configs.sections.rules import Marks, default_of, marks_of, nearest, nearest_hint
 
 
@@ -188,8 +188,7 @@ def _fill(section: Section, layers: Sequence[Layer], defaults: Mapping[str, Any]
         default = defaults.get(name, default_of(declared))
         given = [(layer, layer.content[name]) for layer in layers if name in layer.content]
         if not kinds:
-            lists = [(layer, [value] if is_list(hint) and _is_one(value) else value) for layer, value in given]
-            last = lists[-1] if lists else None
+            last = given[-1] if given else None
             section.keys[name] = Key(key, hint, default, kind, marks.advanced, marks.read, last)
         elif marks.needs is None or getattr(section.algorithm, marks.needs, False):
             section.sections[name] = _inner_section(marks, hint, given, key, default)
@@ -266,11 +265,6 @@ def _variant(variants: Mapping[str, type], given: _Given, key: str) -> tuple[typ
     return variants[chosen], selected
 
 
-def _is_one(value: Any) -> bool:
-    """Return True if a value is written for a list of one item."""
-    return isinstance(value, Mapping) or (isinstance(value, str) and not value.lstrip().startswith("["))
-
-
 def _refuse_foreign(
     variants: Mapping[str, type], layer: Layer, section: str, content: Mapping[str, Any], chosen: str
 ) -> None:
@@ -310,8 +304,6 @@ def unknown_key(name: str, layer: Layer, tree: Section) -> UserError:
     sections = [section for section in tree.walk(off=True) if section.name]
     names = [f"{section.name}.name" for section in sections if section.variants]
     known = [*tree.all_keys(off=True), *(section.name for section in sections), *names]
-    if not known:
-        return UserError(f"{layer.place}unknown option --{name}: this command has none")
     option = f"option --{name}" if layer.origin is None else f"key {name}"
     hint = getattr(tree.kind, "retired", {}).get(name) or _hint(name, known)
     return UserError(f"{layer.place}unknown {option}: {hint}")

@@ -1,9 +1,8 @@
-"""Rules for all values of all configs: numbers are finite, texts can be encoded."""
+"""Rules for all values of all configs: numbers have 64 bits, texts can be encoded."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from hybrid_rlhf.configs.credentials import found_credential
@@ -18,7 +17,7 @@ def check_values(value: Any, key: str = "") -> None:
     """Check all values of a config.
 
     Raises:
-        UserError: for a number that is not finite or has more than 64 bits, a text that cannot be
+        UserError: for a whole number of more than 64 bits, a text that cannot be
             encoded, or a credential.
     """
     if dataclasses.is_dataclass(value):
@@ -30,8 +29,6 @@ def check_values(value: Any, key: str = "") -> None:
     elif isinstance(value, dict):
         for name, item in value.items():
             check_values(item, f"{key}.{name}")
-    elif isinstance(value, float):
-        require(math.isfinite(value), f"{key} must be a finite number, got {value}: give one, or leave it out")
     elif isinstance(value, int):
         require(abs(value) <= _LARGEST, f"{key} must be at most 2**63 - 1 in size, got {_short(value)}: lower it")
     elif isinstance(value, str):

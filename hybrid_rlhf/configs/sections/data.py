@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval
 
 from hybrid_rlhf.configs.sections.rules import (
     Count,
@@ -29,16 +31,12 @@ class DataSource(Settings):
     path: str
     """A .jsonl, .json, .csv (each also as .gz or .zst), .parquet or .arrow file, a pattern or folder of them, a folder
     of datasets.save_to_disk, or a hub name."""
-    weight: float = 1.0
+    weight: Annotated[float, Interval(gt=0, le=1000)] = 1.0
     """Passes over this source per epoch: 0.5 takes half of its rows, 2 takes each row twice."""
     split_name: str = "train"
     """Split to take from a hub name or a DatasetDict folder."""
     columns: dict[str, str] = {}
     """Names of the source's columns, by the name that steps read: {prompt: question, completion: answer}."""
-
-    def _check(self) -> None:
-        require(self.weight > 0, f"weight of {self.path} must be above 0, got {self.weight}: leave the source out")
-        require(self.weight <= 1000, f"weight of {self.path} must be at most 1000 passes, got {self.weight}: lower it")
 
 
 class DataConfig(Settings):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Interval
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.hints import options_of, parts_of, section_type, type_hints, type_name
+from hybrid_rlhf.configs.sections.hints import is_list, options_of, parts_of, section_type, type_hints, type_name
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -113,7 +113,7 @@ class Settings:
         dataclass(frozen=True, kw_only=True, init=False)(cls)
 
     def __init__(self, **given: Any) -> None:
-        """Read the values of fields; the others have their defaults.
+        """Read the values of fields; the others have their defaults. A single item may stand for a list.
 
         Raises:
             UserError: for a value of another type or outside its bounds, or a rule of the class.
@@ -122,9 +122,12 @@ class Settings:
         from pydantic_core import ArgsKwargs
 
         kind: Any = type(self)
-        for name, value in given.items():  # pydantic takes true for 1
-            if isinstance(value, bool) and not {bool, Any} & {*options_of(type_hints(kind).get(name, Any))}:
+        for name, value in given.items():
+            hint = type_hints(kind).get(name, Any)
+            if isinstance(value, bool) and not {bool, Any} & {*options_of(hint)}:  # pydantic takes true for 1
                 raise UserError(_broken_rule(kind, name, value))
+            if isinstance(value, str | Mapping) and is_list(hint):
+                given[name] = [value]
         try:
             _validator(kind).validate_python(ArgsKwargs((), given), self_instance=self)
         except ValidationError as error:

@@ -48,7 +48,7 @@ class SamplingParams(Settings):
     """Subtracted from the logits of tokens in the completion; 0: no penalty."""
     frequency_penalty: _AddedPenalty = advanced(0.0)
     """Subtracted from the logits of tokens once for each time that they are in the completion; 0: no penalty."""
-    logit_bias: dict[int, float] = advanced({})
+    logit_bias: dict[int, Annotated[float, Interval(ge=-100, le=100)]] = advanced({})
     """Added to the logits of tokens, by token id."""
     min_new_tokens: Natural = advanced(0)
     """Shortest completion, in tokens; no stop token is sampled before this length."""
@@ -66,16 +66,10 @@ class SamplingParams(Settings):
     """Seed of the sampling; null: a new one for each call."""
 
     def _check(self) -> None:
-        # Python code may give a string or a list
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         require(
             self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < math.inf,
             f"temperature must be 0 (greedy) or a finite number of at least {_LEAST_TEMPERATURE:g}, got "
             f"{self.temperature}: change it",
-        )
-        require(
-            all(-100 <= bias <= 100 for bias in self.logit_bias.values()),
-            f"logit_bias must have values in [-100, 100], got {self.logit_bias}: change it",
         )
         require(all(self.stop), f"stop must contain no empty string, got {self.stop}: change it")
         require(
