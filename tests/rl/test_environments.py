@@ -683,7 +683,7 @@ def test_python_is_a_tool_in_the_sandbox() -> None:
     assert game.step("84").observation.startswith("Write <python>")
     assert game.step("so <answer> 84.0 </answer>") == StepResult(None, 1.0, True)
     assert game.step("so <answer>eighty</answer>") == StepResult(None, 0.0, True)
-    with user_error("cannot be made with the options .*memory_gb"):
+    with user_error("PythonTool: unknown key memory_gb: the nearest is memory_gib"):
         read_environment(EnvironmentConfig(path=path, options={"sandbox": {"memory_gb": 1}}))
 
 
