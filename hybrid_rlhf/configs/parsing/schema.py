@@ -304,9 +304,9 @@ def unknown_key(name: str, layer: Layer, tree: Section) -> UserError:
     sections = [section for section in tree.walk(off=True) if section.name]
     names = [f"{section.name}.name" for section in sections if section.variants]
     known = [*tree.all_keys(off=True), *(section.name for section in sections), *names]
-    option = f"option --{name}" if layer.origin is None else f"key {name}"
+    option = f"unknown option --{name}" if layer.origin is None else f"unknown key {name}"
     hint = getattr(tree.kind, "retired", {}).get(name) or _hint(name, known)
-    return UserError(f"{layer.place}unknown {option}: {hint}")
+    return UserError(f"{layer.place}{option}: {hint}")
 
 
 def _hint(wrong: str, known: Sequence[str]) -> str:
