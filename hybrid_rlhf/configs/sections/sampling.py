@@ -4,7 +4,6 @@ OpenAI.
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any
 
 from annotated_types import Interval
@@ -67,9 +66,8 @@ class SamplingParams(Settings):
 
     def _check(self) -> None:
         require(
-            self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < math.inf,
-            f"temperature must be 0 (greedy) or a finite number of at least {_LEAST_TEMPERATURE:g}, got "
-            f"{self.temperature}: change it",
+            self.temperature == 0 or self.temperature >= _LEAST_TEMPERATURE,
+            f"temperature must be 0 (greedy) or at least {_LEAST_TEMPERATURE:g}, got {self.temperature}: change it",
         )
         require(all(self.stop), f"stop must contain no empty string, got {self.stop}: change it")
         require(
