@@ -22,6 +22,7 @@ REFUSED: list[tuple[Any, ...]] = [
         "separated",
         "one of flattening, interleaving, separation, auto or a mapping of roles, got separated: the nea",
     ),
+    (3, "placement must be one of flattening, interleaving, separation, auto or a mapping of roles, got 3: give one"),
     ({"sampler": {"ranks": "6-7"}}, "below the number of ranks, 4, got 7: start more ranks or the missing hosts"),
     ({"actor": {"ranks": []}}, "placement.actor.ranks must name a rank, got none"),
     ({"actor": {"ranks": "3-1"}}, "must be a list of ranks or ranges, got 3-1: write for example 0-3"),

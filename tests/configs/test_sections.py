@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.building import build_config, config_tree, nested
+from hybrid_rlhf.configs.parsing.schema import Layer
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.runtime.command_line import parse_config
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from tests.support.errors import refused
 
 
@@ -73,3 +77,14 @@ def test_a_value_from_a_file_is_refused_with_the_name_of_the_file(tmp_path: Path
         f"{file}: optimizer.lr must be 0 or more, got -1: leave it out"
     )
     assert refused(parse_config, SFTConfig, ["--config", str(file), "--optimizer.lr", "-2"]).startswith("optimizer.lr")
+
+
+@pytest.mark.parametrize("value", [[[1]], {"a": {"b": datetime.date(2020, 1, 1)}}, {1: 2}, 10**30], ids=repr)
+def test_any_value_of_any_key_is_read_or_refused(value: Any, tmp_path: Path) -> None:
+    for key in config_tree(RLConfig).all_keys(off=True):
+        try:
+            config = build_config(RLConfig, [Layer(nested({key: value}))])
+        except UserError:
+            continue
+        save_config(config, tmp_path / "c.yaml")
+        assert parse_config(RLConfig, ["--config", str(tmp_path / "c.yaml")]) == config, key

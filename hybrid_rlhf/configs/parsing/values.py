@@ -1,8 +1,9 @@
-"""Rules for all values of all configs: numbers have 64 bits, texts can be encoded."""
+"""Rules for all values of all configs: numbers are finite, texts can be encoded."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from hybrid_rlhf.configs.credentials import found_credential
@@ -17,8 +18,8 @@ def check_values(value: Any, key: str = "") -> None:
     """Check all values of a config.
 
     Raises:
-        UserError: for a whole number of more than 64 bits, a text that cannot be
-            encoded, or a credential.
+        UserError: for a number that is not finite or has more than 64 bits, a text that cannot be encoded, a value that
+            YAML has and JSON has not, or a credential.
     """
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
@@ -29,10 +30,14 @@ def check_values(value: Any, key: str = "") -> None:
     elif isinstance(value, dict):
         for name, item in value.items():
             check_values(item, f"{key}.{name}")
+    elif isinstance(value, float):  # pydantic does not see those within mappings of any values
+        require(math.isfinite(value), f"{key} must be a finite number, got {value}: give one, or leave it out")
     elif isinstance(value, int):
         require(abs(value) <= _LARGEST, f"{key} must be at most 2**63 - 1 in size, got {_short(value)}: lower it")
     elif isinstance(value, str):
         _check_text(value, key)
+    else:
+        require(value is None, f"{key} must be a text, a number, a list or a mapping, got {value}: put it in quotes")
 
 
 def is_text(text: str) -> bool:

@@ -84,10 +84,10 @@ def read_placement(given: str | dict[str, Any] | None) -> PlacementConfig | None
     """
     if given is None:
         return None
-    content = {"style": given} if isinstance(given, str) else {str(name): keys for name, keys in given.items()}
+    content = {str(name): keys for name, keys in given.items()} if isinstance(given, dict) else {"style": given}
     style: Any = content.pop("style", _style_beside(content))
     styles = (*STYLES, "auto")
-    key, roles_too = ("placement", " or a mapping of roles") if isinstance(given, str) else ("placement.style", "")
+    key, roles_too = ("placement.style", "") if isinstance(given, dict) else ("placement", " or a mapping of roles")
     require(
         style in styles,
         f"{key} must be one of {', '.join(styles)}{roles_too}, got {style}: "
