@@ -87,9 +87,9 @@ def test_system_and_set(drive: Drive) -> None:
     for text in (
         "max_new_tokens 5",
         "temperature 0.0",
-        "takes a number, got 'x'",
+        "top_p must be float, got x",
         "got 'nothing'",
-        "top_p must be in (0, 1], got 7.0",
+        "top_p must be in (0, 1], got 7",
         "unknown command /what",
         "/quit ",
     ):

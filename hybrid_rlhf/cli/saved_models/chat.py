@@ -288,15 +288,11 @@ class Session:
         name, _, text = rest.partition(" ")
         if name not in known:
             raise UserError(f"/set takes {', '.join(known)}, got {name!r}: write for example /set temperature 0.5")
-        number = float if isinstance(known[name], float) else int
-        try:
-            value: Any = number(text)
-        except ValueError as error:
-            raise UserError(f"{name} takes a number, got {text!r}: write for example /set {name} 1") from error
-        sampling = replace(self._sampling, **{name: value})
+        change: dict[str, Any] = {name: text}
+        sampling = replace(self._sampling, **change)
         check_values(sampling)
         self._sampling = sampling
-        self._view.show(f"{name} {value}")
+        self._view.show(f"{name} {getattr(sampling, name)}")
 
     def _save(self, name: str) -> None:
         if not name:
