@@ -32,7 +32,6 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_actor
 from hybrid_rlhf.engines.engine import EngineFacts
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.role_model import AbsentEngine
-from hybrid_rlhf.engines.separate.broadcast import SyncRanks
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.runtime.world import World, close_world, create_groups, init_world
@@ -105,7 +104,7 @@ def separate_sampler(folder: str, world: World, options: argparse.Namespace) -> 
     absent = AbsentEngine("actor", own, EngineFacts(packs=True))
     trained = build_actor(spec, own, samples=False) if own.is_member else absent
     rollout = RolloutConfig(tensor_parallel=options.tensor_parallel)
-    return SeparateSampler(trained, world=other, ranks=SyncRanks.of(world, trains, samples), rollout=rollout)
+    return SeparateSampler(trained, world=other, rollout=rollout)
 
 
 def prompts(options: argparse.Namespace) -> list[list[int]]:

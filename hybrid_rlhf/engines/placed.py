@@ -9,7 +9,6 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.engines.role_model import Actor, Reader, RoleModel
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
-from hybrid_rlhf.engines.separate.broadcast import SyncRanks
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement
@@ -31,7 +30,6 @@ def build_separate_sampler(
     return SeparateSampler(
         actor,
         world=world.part(placement.sampler.ranks),
-        ranks=SyncRanks.of(world, placement["actor"].ranks, placement.sampler.ranks),
         rollout=rollout,
         max_logprob_diff=max_logprob_diff,
         check_weights=check_weights,
@@ -46,7 +44,6 @@ def build_critic_copy(critic: RoleModel, placement: Placement, *, world: World, 
     return CriticCopy(
         critic,
         world=world.part(copy.ranks),
-        ranks=SyncRanks.of(world, placement["critic"].ranks, copy.ranks),
         tensor_parallel=copy.tensor_parallel,
         check_weights=check_weights,
     )

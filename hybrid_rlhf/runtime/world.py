@@ -268,13 +268,13 @@ def create_groups(parts: Iterable[Sequence[int]], *, own: bool = False) -> None:
     """Create the missing groups for parts of the ranks; see `split` for `own`. Every rank of the run calls, with the
     same parts."""
     for ranks in sorted({tuple(part) for part in parts}):
-        if own or len(ranks) < dist.get_world_size():
-            _group_of(ranks, own=own)
+        _group_of(ranks, own=own)
 
 
 def _group_of(ranks: tuple[int, ...], *, own: bool = False) -> dist.ProcessGroup | None:
     if (ranks, own) not in _GROUPS:
-        group = dist.new_group(list(ranks))
+        is_whole = not own and len(ranks) == dist.get_world_size()
+        group = dist.group.WORLD if is_whole else dist.new_group(list(ranks))
         _GROUPS[ranks, own] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
     return _GROUPS[ranks, own]
 

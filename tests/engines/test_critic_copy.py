@@ -13,7 +13,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.builder import build_engine
 from hybrid_rlhf.engines.engine import EngineFacts, ModelEngine
 from hybrid_rlhf.engines.role_model import AbsentEngine
-from hybrid_rlhf.engines.separate.broadcast import SyncRanks, WeightBroadcast
+from hybrid_rlhf.engines.separate.broadcast import WeightBroadcast
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.runtime.world import World, create_groups
 from tests.support.engines import actor_spec, token_rows
@@ -31,9 +31,8 @@ def built(
     own, other = map(world.part, (trains, reads))
     spec = replace(actor_spec(path, lr=0.05, **settings), role="critic")
     critic = build_engine(spec, own) if own.is_member else None
-    ranks = SyncRanks.of(world, trains, reads)
     model = AbsentEngine("critic", own, EngineFacts(packs=True)) if critic is None else critic
-    return critic, CriticCopy(model, world=other, ranks=ranks, tensor_parallel=tensor_parallel)
+    return critic, CriticCopy(model, world=other, tensor_parallel=tensor_parallel)
 
 
 def learn(critic: ModelEngine | None) -> None:

@@ -25,7 +25,7 @@ from hybrid_rlhf.engines.partition import BaseWeight, base_weights, full_weights
 from hybrid_rlhf.engines.residency.rules import ResidencyRules
 from hybrid_rlhf.engines.role_model import AbsentEngine
 from hybrid_rlhf.engines.separate import broadcast
-from hybrid_rlhf.engines.separate.broadcast import Bucket, SyncRanks
+from hybrid_rlhf.engines.separate.broadcast import Bucket
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.engines.separate.synced import SyncedWeights
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
@@ -62,14 +62,13 @@ def build_separate(
     groups = [sampler_ranks[first : first + together] for first in range(0, len(sampler_ranks), together)]
     create_groups([actor_ranks, sampler_ranks, *groups])
     own, other = map(world.part, (actor_ranks, sampler_ranks))
-    ranks = SyncRanks.of(world, actor_ranks, sampler_ranks)
     actor = None
     if own.is_member:
         spec = actor_spec(path, **({"lr": 0.05} | (settings or {})))
         alone = RolloutConfig(routing_replay=rollout.routing_replay)
         actor = build_actor(spec, own, rollout=alone, samples=samples)
     model = AbsentEngine("actor", own, EngineFacts(packs=True)) if actor is None else actor
-    return actor, SeparateSampler(model, world=other, ranks=ranks, rollout=rollout, **faults)
+    return actor, SeparateSampler(model, world=other, rollout=rollout, **faults)
 
 
 def synced(sampler: SeparateSampler) -> SyncedWeights:

@@ -122,10 +122,11 @@ class SyncRanks:
     """First rank that trains the model, in the run."""
 
     @classmethod
-    def of(cls, world: World, trains: Sequence[int], receives: Sequence[int]) -> Self:
-        """Create the process groups. Every rank of the run makes this call, with the ranks of both sides."""
-        union, path = (world.part(sorted({*senders, *receives})) for senders in (trains, trains[:1]))
-        return cls(union, path, trains[0])
+    def of(cls, trains: World, receives: World) -> Self:
+        """Create the process groups for the ranks of both sides. Every rank of the run makes this call."""
+        source = trains.members[0]
+        union = trains.part(sorted({*trains.members, *receives.members}))
+        return cls(union, trains.part(sorted({source, *receives.members})), source)
 
     def of_source(self, value: T | None) -> T:
         """Return the source's value on every rank of the union."""

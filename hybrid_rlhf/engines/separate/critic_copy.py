@@ -31,7 +31,6 @@ class CriticCopy:
         critic: RoleModel,
         *,
         world: World,
-        ranks: SyncRanks,
         tensor_parallel: int = 1,
         check_weights: bool = False,
     ) -> None:
@@ -40,7 +39,6 @@ class CriticCopy:
         Args:
             critic: the critic.
             world: ranks that compute values; none of them trains the critic.
-            ranks: these ranks and the critic's.
             tensor_parallel: number of ranks that share one copy.
             check_weights: faults.check_weights of the config.
 
@@ -48,7 +46,7 @@ class CriticCopy:
             UserError: on every rank of critic and copy, when the critic has no inference weights for such groups.
         """
         self.world = world
-        self._ranks = ranks
+        self._ranks = SyncRanks.of(critic.world, world)
         self._critic = critic
         group = world.split(tensor_parallel)
         self.tensor_parallel = group.size
@@ -57,12 +55,12 @@ class CriticCopy:
         """True if the results of this rank count, among those that compute the same rows."""
         self._scorer: InferenceScorer | None = None
         self._weights: SyncedWeights | None = None
-        if ranks.union.is_member:
+        if self._ranks.union.is_member:
             settings = SyncSettings(
                 "critic", "placement.critic_copy", describe=described_scorer, check_weights=check_weights
             )
             self._weights = SyncedWeights(
-                critic, settings, ranks=ranks, group=group if world.is_member else None, release=self._release
+                critic, settings, ranks=self._ranks, group=group if world.is_member else None, release=self._release
             )
 
     def sync(self) -> None:

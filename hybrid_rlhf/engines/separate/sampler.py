@@ -44,7 +44,6 @@ class SeparateSampler:
         actor: RoleModel,
         *,
         world: World,
-        ranks: SyncRanks,
         rollout: RolloutConfig | None = None,
         max_logprob_diff: float | None = None,
         check_weights: bool = False,
@@ -55,7 +54,6 @@ class SeparateSampler:
         Args:
             actor: the actor.
             world: ranks that sample; none of them trains the actor.
-            ranks: these ranks and the actor's.
             rollout: settings of generation; none: the defaults.
             max_logprob_diff: faults.max_logprob_diff of the config.
             check_weights: faults.check_weights of the config.
@@ -69,7 +67,7 @@ class SeparateSampler:
         self.world = world
         self.device = world.device
         """Device of this rank."""
-        self._ranks = ranks
+        self._ranks = SyncRanks.of(actor.world, world)
         self._actor = actor
         self._rollout = rollout or RolloutConfig()
         self.samples_while_training = self._rollout.max_lag > 0
@@ -89,7 +87,7 @@ class SeparateSampler:
         self._backend: NativeBackend | None = None
         self.weights: SyncedWeights | None = None
         """The actor's weights; none on a rank with neither actor nor sampler."""
-        if ranks.union.is_member:
+        if self._ranks.union.is_member:
             self.weights = self._planned(max_logprob_diff, check_weights=check_weights)
 
     def _planned(self, max_logprob_diff: float | None, *, check_weights: bool) -> SyncedWeights:
