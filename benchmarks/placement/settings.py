@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -15,14 +15,12 @@ from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.planning.costs import Costs
-from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.job import RLJob, modelled_lengths, read_job
-from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, modelled_curves
+from hybrid_rlhf.planning.machine import DATA_SHEETS
 from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.search import Search
+from hybrid_rlhf.planning.step_time import StepTimer
 
-GIB = 2.0**30
 _CACHE_GIB = 16.0
 """Of a sampler that runs ahead: 32,768 tokens of a model of 7B."""
 
@@ -112,12 +110,12 @@ class Setting:
 
     def search(self, folder: Path) -> Search:
         """The planner of the setting; configs of the models are written to a folder."""
-        curves = modelled_curves(DATA_SHEETS[self.machine], link_gib_per_second=self.link_gib_per_second)
+        machine = DATA_SHEETS[self.machine]
+        if self.link_gib_per_second is not None:
+            machine = machine.with_network(self.link_gib_per_second)
         job = self.job(folder)
-        device_bytes = (DATA_SHEETS[self.machine].device_gib - GPU_RESERVE_GIB) * GIB
-        local = min(self.ranks, self.ranks_per_host)
-        machine = Device(job.device, self.ranks, device_bytes, ranks_per_host=local)
-        return Search(Costs(job, curves, machine.cluster), MemoryModel(job, machine))
+        rank = replace(machine.rank(self.ranks), ranks_per_host=min(self.ranks, self.ranks_per_host))
+        return Search(StepTimer(job, machine, rank.cluster), MemoryModel(job, rank))
 
     def job(self, folder: Path) -> RLJob:
         """What a step computes."""

@@ -1,29 +1,26 @@
-"""Does every placement compute what one rank does, and end? Fixed and random placements; writes a page of results.
+"""Does every placement compute what one rank does, and end? Fixed and random placements.
 
     python -m benchmarks.placement.trials [--random 300] [--fixed 192] [--most_ranks 8] [--folder FOLDER]
 
 Fixed: PPO, GRPO and online DPO, with and without LoRA, under ZeRO 0 and 3, on 1, 2, 4 and 8 ranks, in all styles and
-six hybrids of odd and unequal groups. Random: roles on any ranks, by a seed each. A trial is two rollouts of a tiny
+hybrids of odd and unequal groups. Random: roles on any ranks, a seed per trial. A trial is two rollouts of a tiny
 model; metrics, samples and saved weights are compared with those of one rank, to 1e-5. A phase that takes four minutes
 counts as a deadlock. Several trials of as many ranks share their processes, each in a process group of its own. A call
-resumes: it leaves out what was the same. Failures are recorded, and the next trial runs. At the end a
-section of docs/benchmarks/placement.md is written (trials_page.py).
+resumes: it leaves out what was the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
+import json
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from benchmarks.placement.trials_page import SAME, TRIALS, add_record, read_records, stamped, write_page
-from benchmarks.results import RESULTS
+from benchmarks.results import RESULTS, find, write
 from tests.support.placements import (
     PlacementTrial,
     assert_same_run,
@@ -36,9 +33,12 @@ from tests.support.placements import (
 )
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
+_RECORDS = "placement_trials.jsonl"
+_SAME = "same"
+
 
 def main() -> None:
-    """Run what has not been run, and write the page."""
+    """Run what has not been run, and record the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--random", type=int, default=300, help="seeds 0 to this")
     parser.add_argument("--fixed", type=int, default=len(fixed_trials()), help="the first of them; 0: none")
@@ -49,27 +49,15 @@ def main() -> None:
     options = parser.parse_args()
     trials = [trial for trial in fixed_trials()[: options.fixed] if trial.ranks <= options.most_ranks]
     trials += [random_trial(seed, most_ranks=options.most_ranks) for seed in range(options.random)]
-    folder: Path = options.folder.resolve()
-    workspace = _workspace(folder)
-    done = {record["trial"] for record in read_records(TRIALS, options.records) if record["result"] == SAME}
+    workspace = _workspace(options.folder.resolve())
+    records = [*map(json.loads, (find("placement", _RECORDS, options.records) or "").splitlines())]
+    done = {record["trial"] for record in records if record["result"] == _SAME}
     left = [trial for trial in trials if trial.name not in done]
-    console = _output_of_ranks_to(folder / "ranks.log")
-    print(f"{len(trials)} trials, {len(trials) - len(left)} done before", file=console, flush=True)
-    start = time.monotonic()
+    print(f"{len(trials)} trials, {len(trials) - len(left)} done before", flush=True)
     for number, record in enumerate(_run(workspace, left, options.together), start=1):
-        add_record(TRIALS, record, options.records)
-        told = f"{number} of {len(left)} in {time.monotonic() - start:.0f} s: {_line(record)}"
-        print(told, file=console, flush=True)
-    write_page()
-
-
-def _output_of_ranks_to(file: Path) -> TextIO:
-    """The console, which from now on is for progress alone: what ranks print goes to a file."""
-    console = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    with file.open("a") as log:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(log.fileno(), stream.fileno())
-    return console
+        records.append(record)  # after each, so that a call that is stopped loses nothing
+        write("placement", _RECORDS, "".join(json.dumps(each) + "\n" for each in records), options.records)
+        print(f"{number} of {len(left)}: {record['trial']} on {record['ranks']}: {record['result']}", flush=True)
 
 
 def _workspace(folder: Path) -> Path:
@@ -117,16 +105,12 @@ def _compared(workspace: Path, trial: PlacementTrial) -> dict[str, Any]:
         assert_same_run(output_of(workspace, trial), output_of(workspace, trial.alone))
     except AssertionError as error:
         return _record(trial, f"differs: {error}")
-    return _record(trial, SAME)
+    return _record(trial, _SAME)
 
 
 def _record(trial: PlacementTrial, result: str) -> dict[str, Any]:
     found = {"trial": trial.name, "algorithm": trial.algorithm, "ranks": trial.ranks, "placement": trial.placement}
-    return {**found, "extra": list(trial.extra), "result": result, **stamped()}
-
-
-def _line(record: dict[str, Any]) -> str:
-    return f"{record['trial']} ({record['algorithm']} on {record['ranks']}): {record['result']}"
+    return {**found, "extra": list(trial.extra), "result": result, "date": time.strftime("%Y-%m-%d")}
 
 
 if __name__ == "__main__":

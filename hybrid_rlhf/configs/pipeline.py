@@ -130,15 +130,14 @@ class PlanConfig(PipelineConfig):
     starts_steps = False
 
     machine: str = "this"
-    """Machine to plan for. this: the local machine, as measured by hybrid-rlhf calibrate. Modelled from data sheets:
+    """Machine to plan for. this: the local machine, as measured by hybrid-rlhf calibrate. Of data sheets:
     b200, h200, h100, a100, a100-40g, a800, l40s, a10g, 4090, 3090, mi300x, or a YAML file with a data sheet."""
     ranks: Count | None = None
     """Number of ranks on all hosts; null: the number that a run would start."""
     hosts: Count | None = None
     """Number of hosts, with the same number of ranks each; null: the minimum for the machine's GPUs per host."""
     link_gib_per_second: Positive | None = None
-    """Bandwidth between hosts, in GiB per second per host and direction; null: that of the machine's usual network.
-    With --machine this, collectives within a host stay those that hybrid-rlhf calibrate measured."""
+    """Bandwidth between hosts, in GiB per second per host and direction; null: that of the machine's usual network."""
     prompt_tokens: Positive | None = None
     """Mean length of the prompts; null: half of rl.rollout.max_prompt_tokens."""
     completion_tokens: Positive | None = None
@@ -157,16 +156,16 @@ class PlanConfig(PipelineConfig):
 class CalibrateConfig(Settings):
     """Measures the compute and communication speed of this machine once, for hybrid-rlhf plan."""
 
+    retired = {"quick": "a calibration takes less than a minute"}
+
     ranks: Count | None = None
-    """Ranks that measure collectives; null: up to 8 processes on a CPU, one per GPU otherwise."""
+    """Ranks that measure the link between them; null: 4 processes on a CPU, one per GPU otherwise."""
     hostfile: str | None = None
     """DeepSpeed hostfile of several machines: also measure the link between them. Run it on the first of them."""
-    quick: bool = False
-    """Fewer and smaller sizes, for a quick test: seconds instead of minutes."""
     renew: bool = False
     """Measure again, even if measurements of this machine exist."""
     cache_dir: str | None = None
-    """Folder of the curves; null: ~/.cache/hybrid_rlhf."""
+    """Folder of the measurements; null: ~/.cache/hybrid_rlhf."""
 
 
 def step_config(name: str, config: PipelineConfig) -> Any:

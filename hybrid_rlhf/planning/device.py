@@ -32,10 +32,6 @@ class Cluster:
         """The host of a rank."""
         return rank // self.ranks_per_host
 
-    def hosts_of(self, ranks: tuple[int, ...]) -> int:
-        """On how many hosts ascending ranks are."""
-        return len({self.host_of(rank) for rank in ranks})
-
 
 @dataclass(frozen=True)
 class Device:
@@ -46,9 +42,9 @@ class Device:
     device_bytes: float
     """Memory of the rank's device; on a CPU its share of the free memory."""
     host_bytes: float | None = None
-    """The rank's share of the host's free memory, where the host is not the device; none: not known."""
+    """The rank's share of the host's free memory if the host is not the device; None: unknown."""
     ranks_per_host: int | None = None
-    """None: all of them."""
+    """None: all ranks are on one host."""
 
     @property
     def cluster(self) -> Cluster:
@@ -57,7 +53,7 @@ class Device:
 
 
 def own_device(ranks: int, *, local: int) -> Device:
-    """This machine, as one of so many ranks sees it, `local` of which share its host."""
+    """This machine as one of its ranks sees it; `local` of them share its host."""
     free = psutil.virtual_memory().available / local
     if not torch.cuda.is_available():
         return Device(torch.device("cpu"), ranks, free, ranks_per_host=local)

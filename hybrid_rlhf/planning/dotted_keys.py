@@ -24,7 +24,7 @@ def with_settings(config: Any, settings: Settings) -> Any:
 
 
 def setting(config: Any, key: str) -> Any:
-    """The value of a dotted key; none in a section that is not set."""
+    """The value of a dotted key; None in a section that is not set."""
     for name in key.split("."):
         config = None if config is None else getattr(config, name)
     return config

@@ -1,7 +1,7 @@
 """Memory of an engine: held permanently, added by training, added by a forward. Bytes on one rank.
 
 Follows the optimizers of DeepSpeed 0.19, read from the JSON that the engine would get. What a forward or a backward
-takes inside the model is measured on shapes (planning/shapes.py).
+needs inside the model is measured on shapes (planning/shapes.py).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _muon_bytes(stage: int, low: int, *, as_masters: bool) -> int:
 
 
 def split_memory(model: ShapedModel, *, dtype: torch.dtype, ranks: int, device: torch.device) -> EngineMemory:
-    """Memory of a frozen model in inference weights, of which each of so many ranks has a part (engines/separate/)."""
+    """Memory of a frozen model in inference weights that a number of ranks split (engines/separate/)."""
     alone = RolloutConfig(tensor_parallel=ranks)
     held = inference_weight_bytes(model, alone, stage=0, dtype=dtype, device=device, in_use=True)
     return EngineMemory(model, MemoryUse(inference=held))
@@ -127,7 +127,7 @@ def engine_memory(
     Args:
         model: shapes of the model.
         zero_config: how the states are sharded and offloaded.
-        optimizer: none: the model is frozen.
+        optimizer: None for a frozen model.
         dtype: data type of the weights.
         ranks: number of ranks of the engine.
         overrides: the user's DeepSpeed JSON.

@@ -37,7 +37,7 @@ from hybrid_rlhf.planning.shapes import ShapedModel
 
 _FLOAT64 = 8
 _ROW_NUMBERS = 20
-"""Numbers of a row in the tables besides its uniform ones: its state, sampling parameters and stop tokens."""
+"""Numbers of a row in the tables, without its uniform random numbers: state, sampling parameters and stop tokens."""
 _MOST_SPLITS = 32
 _SPLIT_PROGRAMS = 528
 """Parts of the attention of a row, at most, and programs of all rows: two waves of an H100 (ops/attention.py)."""
@@ -58,7 +58,8 @@ def rollout_bytes(model: ShapedModel, rollout: RolloutConfig, *, groups: int | N
     Args:
         model: the actor.
         rollout: settings.
-        groups: number of groups that sample, if the rank is in one; its first rank holds the rows. None: it holds none.
+        groups: number of groups that sample; None if the rank is in none of them. The first rank of a group holds its
+            rows.
         ranks: number of ranks of the run.
     """
     size = route_size(model, rollout)
@@ -174,7 +175,7 @@ class GenerationMemory:
         return InferenceBytes(weights, building)
 
     def cache(self, *, ranks: int, room_bytes: float, records_routes: bool = True) -> CachePlan:
-        """How generation divides memory: all rows at the maximum length if there is room, else as much as fits. RL
+        """How generation divides memory: all rows at the maximum length if there is room, otherwise as many as fit. RL
         records the experts of a mixture in the cache. Windows, which need less, are left out."""
         rollout = self.rollout
         groups = max(1, ranks // rollout.tensor_parallel)
@@ -210,7 +211,7 @@ class GenerationMemory:
         return CachePlan(taken, rows, wanted, min(rows, max(1, (pages - 1) // each)))
 
     def working(self, rows: int) -> WorkingMemory:
-        """Memory beside the cache with so many rows: a layer of a prefill; per row, logits, attention scores on a CPU
+        """Memory beside the cache for some rows: a layer of a prefill; per row, logits, attention scores on a CPU
         or parts of split attention on a GPU, and the tables."""
         config = self.model.text_config
         rollout = self.rollout
@@ -251,7 +252,7 @@ class GenerationMemory:
         """Memory of a rank that samples.
 
         Args:
-            base: what the rank holds besides.
+            base: other memory that the rank holds.
             inference: of the inference weights.
             machine: device of the rank.
             ranks: number of ranks that sample.
@@ -260,7 +261,7 @@ class GenerationMemory:
         """
         room = machine.device_bytes - (base + MemoryUse(inference=inference.weights)).device
         cache = self.cache(ranks=ranks, room_bytes=room, records_routes=records_routes)
-        # the pool of CUDA graphs keeps its own memory besides that of a prefill
+        # the pool of CUDA graphs keeps its own memory in addition to that of a prefill
         buffers = self.working(cache.rows).of_rows(cache.rows)
         need = base + MemoryUse(
             inference=inference.weights + copies,

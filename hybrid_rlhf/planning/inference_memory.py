@@ -22,7 +22,7 @@ _PRODUCTS = (
 ).split()
 _REPLICATED = "q_down kv_down input_gate input_out".split()
 """Roles of the products of a layer, which a CPU packs and `rollout.quantization` quantises: those that tensor-parallel
-ranks share, besides the inputs of recurrent layers, and those that each has whole."""
+ranks split (the inputs of recurrent layers are counted apart), and those that each rank has whole."""
 _ADAPTER_COPIES = 4
 """Copies of the adapters of 4-bit weights: one that training does not change, and one fused by product, whose second
 factor has a column for each adapter of the product."""

@@ -1,4 +1,4 @@
-"""What an RL step computes, apart from where: the roles with their dimensions, and the lengths of the completions.
+"""The work of an RL step, without its placement: the roles with their dimensions, and the lengths of the completions.
 
 Dimensions come from a model's config alone (planning/shapes.py), so a plan needs no weights. Matrix products of a layer
 are taken as equal in size. A mixture of experts computes `active` of its layer weights per token.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hybrid_rlhf.configs.rl import RLConfig
@@ -28,15 +27,13 @@ from hybrid_rlhf.models.structure import CHOSEN_EXPERTS, active_experts
 from hybrid_rlhf.planning.shapes import ShapedModel, shaped_model
 
 TAIL_SIGMA = 0.6
-"""Sigma of the log-normal law of lengths that a plan assumes where it knows only their mean: the longest of 256
-completions is about five times the median."""
+"""Sigma of the log-normal distribution of lengths that a plan assumes: the longest of 256 completions has about five
+times the median."""
 
 SAMPLED_BYTES = 26
 """Bytes of a sampled token: id, log-probs as reported and as drawn, weight version, masks."""
 LEARNED_BYTES = 54
 """Bytes of it in a batch of PPO, with log-probs of actor and reference, entropy, value, reward, advantage, return."""
-COMPUTED_BYTES = 4
-"""Bytes of a value of a token that a model computes."""
 
 
 @dataclass(frozen=True)
@@ -59,31 +56,15 @@ class ModelDimensions:
     """Parameters with gradients."""
     active: float = 1.0
     """Part of the layer weights that a token passes through."""
-    gated: bool = True
     experts: float = 0.0
     """Parameters of all routed experts."""
     choices: float = 0.0
     """Experts that a token passes through, of all layers."""
 
     @property
-    def products(self) -> int:
-        """Matrix products of a layer in training: queries, keys, values, output and two or three of the MLP."""
-        return 7 if self.gated else 6
-
-    @property
     def trains_all(self) -> bool:
         """True if gradients of all weights are computed, not of adapters alone."""
         return self.trained > 0.5 * self.parameters
-
-    @property
-    def trained_experts(self) -> float:
-        """Parameters of experts with gradients."""
-        return self.experts if self.trains_all else 0.0
-
-    @property
-    def rest_parameters(self) -> float:
-        """Parameters outside the layers: embeddings and head."""
-        return max(0.0, self.parameters - self.layers * self.layer_weights)
 
 
 def dimensions(model: ShapedModel) -> ModelDimensions:
@@ -107,7 +88,6 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
         parameters=float(model.elements.all),
         trained=float(model.elements.trained),
         active=1 - idle / in_layers,
-        gated=any("gate" in name for name in sizes),
         experts=float(routed),
         choices=float(chosen * len(expert_layers(model.lm))),
     )
@@ -120,13 +100,13 @@ class RoleJob:
     name: str
     sizes: ModelDimensions
     model: ShapedModel | None
-    """For its memory; none: memory is not planned."""
+    """Shapes for the memory plan; None: memory is not planned."""
     zero: ZeroConfig
     """As configured; plans have stages of their own."""
     optimizer: OptimizerConfig | None = None
-    """None: frozen."""
+    """None for a frozen role."""
     bound_to: str | None = None
-    """A role whose ranks it must share, because it lives in that role's weights."""
+    """The role on whose weights it is stored and whose ranks it therefore shares."""
 
     @property
     def is_trained(self) -> bool:
@@ -142,16 +122,6 @@ class StepLengths:
     """Mean."""
     completions: tuple[int, ...]
     """Tokens of each completion, those of a prompt adjacent."""
-
-    @classmethod
-    def of(cls, completions: Sequence[int], *, tokens: int) -> StepLengths:
-        """Lengths of completions that have so many tokens with their prompts."""
-        return cls((tokens - sum(completions)) / len(completions), tuple(completions))
-
-    @classmethod
-    def shuffled(cls, prompt_tokens: float, completions: npt.NDArray[np.int_]) -> StepLengths:
-        """Completions in an order without meaning, the same in every call."""
-        return cls(prompt_tokens, tuple(np.random.default_rng(0).permutation(completions).tolist()))
 
     @property
     def tokens(self) -> float:
@@ -172,7 +142,7 @@ class StepLengths:
 def modelled_lengths(
     *, prompts: int, per_prompt: int, prompt_tokens: float, mean_tokens: float, max_tokens: int
 ) -> StepLengths:
-    """Lengths where none are measured: quantiles of a log-normal law with this mean, cut at the limit.
+    """Modelled lengths: quantiles of a log-normal distribution with this mean, cut at the limit.
 
     A mean of the limit or more gives all completions the limit.
     """
@@ -185,21 +155,14 @@ def modelled_lengths(
     for _ in range(40):
         scale = (low + high) / 2
         low, high = (scale, high) if np.minimum(spread * scale, max_tokens).mean() < mean_tokens else (low, scale)
-    return StepLengths.shuffled(prompt_tokens, np.clip(np.rint(spread * high), 1, max_tokens).astype(int))
-
-
-def measured_lengths(steps: Sequence[StepLengths], *, prompts: int, per_prompt: int) -> StepLengths:
-    """Lengths of the completions of earlier steps: as many of their quantiles as a rollout has completions."""
-    count = prompts * per_prompt
-    all_of_them = np.sort(np.concatenate([step.completions for step in steps]))
-    drawn = all_of_them[((np.arange(count) + 0.5) * len(all_of_them) / count).astype(int)]
-    prompt_tokens = sum(step.prompt_tokens * len(step.completions) for step in steps) / len(all_of_them)
-    return StepLengths.shuffled(prompt_tokens, drawn)
+    lengths = np.clip(np.rint(spread * high), 1, max_tokens).astype(int)
+    # in an order without meaning, the same in every call
+    return StepLengths(prompt_tokens, tuple(np.random.default_rng(0).permutation(lengths).tolist()))
 
 
 @dataclass(frozen=True)
 class RLJob:
-    """What an RL step computes."""
+    """The work of an RL step."""
 
     config: RLConfig
     roles: Mapping[str, RoleJob]
@@ -260,7 +223,7 @@ def read_job(
     Args:
         config: of the step.
         device: of a rank, a GPU or a CPU.
-        lengths: of the completions; none: those of `default_lengths`.
+        lengths: of the completions; None: those of `default_lengths`.
         starts: folders that an earlier step will write, each with an existing model of the same shape.
 
     Raises:

@@ -107,25 +107,20 @@ def _smaller(planner: Planner, config: AnyStep, phase: str, now: PhaseMemory) ->
     found: list[Settings] = []
     tried = 0
     for settings in candidates(config, planner.machine):
-        if any(settings.keys() & other.keys() for other in found) or not _may_help(settings, now):
+        if any(settings.keys() & other.keys() for other in found):
             continue
-        try:
-            changed = with_settings(config, settings)
-        except UserError:  # violates a rule together with the other settings
+        # generation depends on rollout settings alone, and on a smaller cache
+        if now.name == "generation" and not all(key.startswith("rollout.") for key in settings):
             continue
-        tried += 1
-        if _planned(planner, changed, phase).total <= _GAIN * now.total:
-            found.append(settings)
+        if settings.get("rollout.kv_cache_gib", 0.0) * 2**30 > _GAIN * now.need.cache:
+            continue
+        with contextlib.suppress(UserError):  # violates a rule together with the other settings
+            tried += 1
+            if _planned(planner, with_settings(config, settings), phase).total <= _GAIN * now.total:
+                found.append(settings)
         if len(found) == _REPORTED_SETTINGS or tried == _PLANNED_SETTINGS:
             break
     return found
-
-
-def _may_help(settings: Settings, now: PhaseMemory) -> bool:
-    """True if a candidate is worth planning: generation depends on rollout settings alone, and on a smaller cache."""
-    if settings.get("rollout.kv_cache_gib", 0.0) * 2**30 > _GAIN * now.need.cache:
-        return False
-    return now.name != "generation" or all(key.startswith("rollout.") for key in settings)
 
 
 def _planned(planner: Planner, config: AnyStep, phase: str) -> PhaseMemory:

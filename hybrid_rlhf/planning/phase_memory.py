@@ -22,22 +22,22 @@ AnyStep = SFTConfig | RewardConfig | PreferenceStepConfig | RLConfig
 
 
 class Room(NamedTuple):
-    """Bytes that a phase needs somewhere, and that there are."""
+    """Required and available bytes of a phase in one memory."""
 
     needed: float
     available: float
     of_host: bool = False
-    """In the memory of the host, not of the device."""
+    """True for the memory of the host, false for that of the device."""
 
     @property
     def missing(self) -> float:
-        """Bytes needed beyond those available; below 0: bytes left."""
+        """Required minus available bytes; negative if some are left."""
         return self.needed - self.available
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Memory of a phase of a step on ranks that hold the same."""
+    """Memory of a phase of a step on ranks that hold the same roles."""
 
     name: str
     need: MemoryUse
@@ -47,12 +47,12 @@ class PhaseMemory:
 
     @property
     def ranks_in_words(self) -> str:
-        """The ranks, if these are not all of the machine's."""
+        """The ranks in words; empty if these are all ranks of the machine."""
         return "" if len(self.ranks) == self.machine.ranks else in_words(self.ranks)
 
     @property
     def title(self) -> str:
-        """The phase, and its ranks if these are not all."""
+        """The name of the phase, with its ranks unless these are all."""
         return f"{self.name} on {ranks}" if (ranks := self.ranks_in_words) else self.name
 
     @property
@@ -81,13 +81,13 @@ class PhaseMemory:
 
 
 def largest_misfit(phases: Iterable[PhaseMemory]) -> PhaseMemory | None:
-    """The phase where most memory is missing; none: everything fits."""
+    """The phase where most memory is missing; None if everything fits."""
     misfits = [phase for phase in phases if not phase.fits]
     return max(misfits, key=lambda phase: phase.tightest.missing, default=None)
 
 
 def longest_row(rollout: RolloutConfig) -> int:
-    """Most tokens of a prompt with its completion."""
+    """Largest number of tokens of a prompt with its completion."""
     return rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
 
 
@@ -110,7 +110,7 @@ def micro_batch(
         length: tokens of the longest row.
         device: type of the device.
         sides: sequences per row; two where completions are compared.
-        head_tokens: tokens per row whose log-prob is computed; none: all.
+        head_tokens: tokens per row whose log-prob is computed; None: all.
     """
     size = train.micro_batch_size
     at_once = train.micro_batches(device, model).tokens // (length * sides) if size is None else size

@@ -1,8 +1,8 @@
 """Memory of each rank in each phase of an RL step under a plan.
 
-Ranks that hold the same roles need the same memory. Micro-batches between one row and the largest take memory linear in
-their rows (an upper bound), unless they are measured one by one. A separate sampler keeps its inference weights in all
-phases, and with a policy lag its cache too.
+Ranks that hold the same roles need the same memory. The memory of a micro-batch is interpolated linearly in its rows
+between one row and the most rows (an upper bound), unless each is measured. A separate sampler keeps its inference
+weights in all phases, and with a policy lag also its cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PlanMemory:
 
     @property
     def misfit(self) -> PhaseMemory | None:
-        """Where most is missing; none: everything fits."""
+        """The phase where most memory is missing; None if everything fits."""
         return largest_misfit(self.phases)
 
     @property
@@ -46,7 +46,7 @@ class MemoryModel:
     """Estimates plans."""
 
     def __init__(self, job: RLJob, machine: Device, *, exact: bool = False) -> None:
-        """Estimate plans of a job on a machine; `exact`: measure each micro-batch, for few plans."""
+        """Estimate plans of a job on a machine; `exact`: measure each micro-batch instead of interpolating."""
         self._job = job
         self._exact = exact
         self.machine = machine
@@ -62,14 +62,14 @@ class MemoryModel:
         return PlanMemory(tuple(memory), min(rows, default=1))
 
     def of_role(self, plan: StepPlan, name: str) -> tuple[float, float]:
-        """Bytes of a device that a role holds, and that it adds while it reads or trains."""
+        """Device bytes that a role holds permanently, and those that it adds while it reads or trains."""
         role = self._job.roles[name]
         passes = (False, True) if role.is_trained else (False,)
         added = max(self._passing(role, plan, backward=backward).device for backward in passes)
         return self._engine(role, plan).held.device, added
 
     def _phases(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[list[PhaseMemory], list[int]]:
-        """The phases of a rank with some roles, and, if it samples, the completions decoded at once."""
+        """The phases of a rank that holds some roles, and, if it samples, the completions decoded at once."""
         job = self._job
         roles = [job.roles[name] for name in names if name in job.roles]
         if CRITIC_COPY in names:
@@ -113,7 +113,7 @@ class MemoryModel:
         return role.name != "critic" or CRITIC_COPY not in plan.roles
 
     def _generation(self, plan: StepPlan, sampler: str, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
-        """The phase, what of it remains in other phases, and the completions decoded at once."""
+        """The phase, the part of its memory that stays in other phases, and the completions decoded at once."""
         job = self._job
         separate = sampler == SAMPLER
         rollout = job.config.rollout
@@ -160,7 +160,7 @@ class MemoryModel:
         return memory.weights(stage=actor.zero, gathers=gathers, in_use=in_use)
 
     def _engine_key(self, role: RoleJob, plan: StepPlan) -> tuple[object, ...]:
-        """What decides the memory of a role's engine."""
+        """Key of the memory of a role's engine: plans with the same key share it."""
         place = plan.roles[role.name]
         offloads = (plan.offloads_optimizer(role.name, role.zero), plan.offload_frozen)
         return role.name, len(place.ranks), place.zero, place.tensor_parallel, *offloads
@@ -183,7 +183,7 @@ class MemoryModel:
 
     @once_for(lambda self, role, plan, *, backward: (backward, self._engine_key(role, plan), self._batch(role, plan)))
     def _passing(self, role: RoleJob, plan: StepPlan, *, backward: bool) -> MemoryUse:
-        """What an engine adds while it trains or reads; in training the actor replays recorded experts."""
+        """Memory that an engine adds while it trains or reads; in training the actor replays recorded experts."""
         batch = self._batch(role, plan)
         engine = self._engine(role, plan)
         measure = engine.training if backward else engine.forward
@@ -224,7 +224,7 @@ def _alike(roles: Mapping[str, RolePlacement]) -> list[tuple[tuple[str, ...], tu
 
 
 def _between(one: MemoryUse, most: MemoryUse, rows: int, most_rows: int) -> MemoryUse:
-    """Memory of so many rows, between that of one and that of most."""
+    """Memory of a number of rows, linear between that of one row and that of the most rows."""
     share = (rows - 1) / (most_rows - 1) if most_rows > 1 else 0.0
     return MemoryUse(**{name: low + share * (getattr(most, name) - low) for name, low in vars(one).items()})
 

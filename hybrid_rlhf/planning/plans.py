@@ -1,4 +1,4 @@
-"""A plan: the placement of the roles, with what else a planner may choose."""
+"""A plan: the placement of the roles, and the other settings that a planner chooses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import RolePlacements, RoleRanks, ZeroStage
+from hybrid_rlhf.configs.sections.placement import RolePlacements, RoleRanks
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.planning.dotted_keys import setting
@@ -32,11 +32,11 @@ class StepPlan:
     offload_optimizer: bool = False
     """zero.offload_optimizer of the learners under ZeRO 1 to 3."""
     micro_batch_tokens: int | None = None
-    """train.micro_batch_tokens; none: as configured."""
+    """train.micro_batch_tokens; None: as configured."""
 
     @classmethod
     def of(cls, config: RLConfig, placement: Placement) -> StepPlan:
-        """The plan that a config with its resolved placement is; what it leaves out is taken from the config."""
+        """The plan of a config with its resolved placement."""
         rollout = config.rollout
         zero = config.actor.zero
         on_host = zero.offload_optimizer and (config.critic is None or config.critic_zero.offload_optimizer)
@@ -45,7 +45,7 @@ class StepPlan:
 
     @property
     def roles(self) -> Mapping[str, RolePlacement]:
-        """Ranks and parallelism by role."""
+        """Ranks and parallelism of each role."""
         return self.placement.roles
 
     @property
@@ -98,7 +98,7 @@ class StepPlan:
         return RolePlacements("separation" if self.separate else "flattening", roles)
 
     def settings(self, config: RLConfig) -> dict[str, Any]:
-        """What a config must have besides the placement so that it runs as planned: keys whose values differ."""
+        """Settings other than the placement that a config must change to run as planned."""
         found: dict[str, Any] = {"rollout.tensor_parallel": 1 if self.separate else self.sampling.tensor_parallel}
         found |= {f"rollout.{key}": getattr(self, key) for key in ("offload_frozen", "offload_states")}
         if self.micro_batch_tokens is not None:
@@ -127,15 +127,3 @@ def style_of(roles: Mapping[str, tuple[int, ...]], ranks: int) -> str:
     if whole == set(roles):
         return "flattening"
     return "interleaving" if whole >= {name for name in LEARNERS if name in roles} else "hybrid"
-
-
-def flattening(names: list[str], ranks: int, *, zero: Mapping[str, ZeroStage], tensor_parallel: int = 1) -> Placement:
-    """All roles on all ranks."""
-    everywhere = tuple(range(ranks))
-    return Placement(
-        {
-            name: RolePlacement(everywhere, zero.get(name, 0), tensor_parallel if name == "actor" else 1)
-            for name in names
-        },
-        "flattening",
-    )

@@ -147,7 +147,7 @@ class ShapedModel:
 
     @functools.cached_property
     def attention_sizes(self) -> tuple[int, int, int] | None:
-        """Number of heads, number of KV heads and head size; none for a model without attention, such as Mamba."""
+        """Number of heads, number of KV heads and head size; None for a model without attention, such as Mamba."""
         if not hasattr(self.text_config, "num_attention_heads"):
             return None
         return attention_sizes(self.text_config, self.settings)
@@ -159,7 +159,7 @@ class ShapedModel:
 
     @functools.cached_property
     def family(self) -> Family | None:
-        """The family of inference weights; none: generation runs the model's own modules."""
+        """The family of inference weights; None: generation runs the model's own modules."""
         return family_of(self.lm)
 
     @property
@@ -299,7 +299,7 @@ def shaped_model(
         architecture: causal_lm or scorer.
         config: attention kernel, trust_remote_code, checkpointing and offload of activations.
         dtype: data type of the weights.
-        lora: adapters of a trained model; none: all of its weights are trained.
+        lora: adapters of a trained model; None: all of its weights are trained.
         learns: whether it is trained.
 
     Raises:

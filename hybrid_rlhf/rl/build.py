@@ -139,7 +139,7 @@ def rl_session(
     with open_step(config, callbacks) as run, contextlib.ExitStack() as stack:
         config.require_reward()
         actor_path, tokenizer = start_step(config, run, config.model.path)
-        config, watch = choose_placement(config, run.world)
+        config = choose_placement(config, run.world)
         placement = place_roles(config, run, actor_path)
         plan = plan_step(config, run, placement)
         config = resolve_kv_cache(resolve_keep_weights(config, run.world), placement, run.world)
@@ -204,7 +204,7 @@ def rl_session(
             parts.scorer,
             algorithm,
         )
-        yield RLSession(config, run, tokenizer, parts, prompts.train, prompts.held_out, collector, watch)
+        yield RLSession(config, run, tokenizer, parts, prompts.train, prompts.held_out, collector)
 
 
 def _beside_training(

@@ -22,8 +22,6 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.loop.saving import finish, save_engine
-from hybrid_rlhf.planning.automatic import MeasuredStep, PlacementWatch
-from hybrid_rlhf.planning.job import StepLengths
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.mini_batches import MiniBatchPlan, MiniBatchPlanner
 from hybrid_rlhf.rl.roles import Roles
@@ -32,7 +30,7 @@ from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.entropy import select_tokens
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
-from hybrid_rlhf.rl.types import Batch, Rollout, SampledTokens
+from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.rl.updates.updater import Updater
 from hybrid_rlhf.runtime.run import Run
@@ -133,8 +131,6 @@ class RLSession:
     held_out: Dataset
     collector: Collector
     """Takes the prompts of each step in their order over all epochs."""
-    placement_watch: PlacementWatch | None = None
-    """Compares times with the planner's, on the first rank with `placement: auto`."""
 
     @property
     def total_steps(self) -> int:
@@ -145,13 +141,6 @@ class RLSession:
         """The prompts of the next step; empty at the end of the data."""
         stream = self.collector.stream
         return stream.prompts(stream.row_stream.take(stream.per_step))
-
-    def placement_metrics(self, seconds: Mapping[str, float], sampled: SampledTokens) -> dict[str, float]:
-        """Predictions and their errors for a step, by its timed phases and its completions; {} without a planner."""
-        if self.placement_watch is None:
-            return {}
-        lengths = StepLengths.of(sampled.completions, tokens=sampled.total)
-        return self.placement_watch.metrics(MeasuredStep(seconds, lengths, self.run.peaks))
 
     def save(self) -> None:
         """Save the trained models and mark the run as finished; every rank calls."""

@@ -241,18 +241,15 @@ class RLTrainer(Trainer):
         if start is None:
             return {}
         seconds["step"] = time.perf_counter() - start
-        sampled = self._collector.sampled
-        hidden = self._stream.hidden_seconds
-        metrics = speed_metrics(
+        return speed_metrics(
             self._roles,
-            sampled,
+            self._collector.sampled,
             report.trained_tokens,
             report.operations,
             seconds,
             work=cost.work,
-            hidden=hidden,
+            hidden=self._stream.hidden_seconds,
         )
-        return metrics | self._session.placement_metrics(seconds, sampled)
 
     def evaluate(self) -> dict[str, float]:
         """Scores and KL of completions of the held-out prompts, of the averaged actor too; {} without prompts."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.planning.machines.stored import save_curves
+from hybrid_rlhf.planning.stored import save_machine
 from tests.support.marks import faults, slow
 from tests.support.placement import cpu_machine
 from tests.support.placements import (
@@ -178,16 +178,12 @@ def test_a_role_that_keeps_its_ranks_resumes_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_the_planner_places_and_tells_how_wrong_it_was(workspace: Path, tmp_path: Path) -> None:
-    save_curves(cpu_machine(), 2, str(tmp_path / "cache"))
+def test_the_planner_places(workspace: Path, tmp_path: Path) -> None:
+    save_machine(cpu_machine(), 2, str(tmp_path / "cache"))
     settings = ("--data.cache_dir", str(tmp_path / "cache"), "--train.max_steps", "5")
     run = launch_placed(workspace, "ppo", 2, "auto", settings, output=tmp_path / "run")
     found = [line for line in metrics_of(run) if "loss/policy" in line]
     assert len(found) == 5
-    for line in found:
-        predicted, measured_seconds = line["placement/predicted_step_seconds"], line["time/step_seconds"]
-        assert line["placement/step_seconds_error"] == pytest.approx(predicted / measured_seconds - 1)
-        assert {f"placement/{phase}_seconds_error" for phase in ("generation", "scoring", "training")} <= {*line}
     assert weights_of(run)
     alone = launch_placed(workspace, "ppo", 1, "flattening", ("--train.max_steps", "5"))
     for name, weight in weights_of(alone).items():

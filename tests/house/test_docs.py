@@ -32,7 +32,7 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.planning.machines.datasheets import sheet_of
+from hybrid_rlhf.planning.machine import sheet_of
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.output import JSON_OPTION
 from hybrid_rlhf.supervised.preference.dpo import DPO
@@ -165,7 +165,7 @@ def test_blocks_are_valid(page: Path, tmp_path: Path) -> None:
         json.loads(block)
     for block in blocks(page, "yaml"):
         content = yaml.safe_load(block)
-        if "bfloat16_tflops" in content:
+        if "tflops" in content:
             (tmp_path / "sheet.yaml").write_text(block)
             sheet_of(str(tmp_path / "sheet.yaml"))
         else:

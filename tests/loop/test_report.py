@@ -241,15 +241,13 @@ def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pyte
     assert "after the end of the run: IsADirectoryError" in capfd.readouterr().out
 
 
-def test_planned_times_stand_next_to_measured_ones(run: Run) -> None:
+def test_phases_have_their_share_of_a_step(run: Run) -> None:
     for step in (1, 2):
-        times = {"time/generation_seconds": 2.0, "time/training_seconds": 1.0, "time/step_seconds": 4.0}
-        run.log(step, {**times, "placement/predicted_generation_seconds": 1.5})
-    report, page = ended(run)
+        run.log(step, {"time/generation_seconds": 2.0, "time/training_seconds": 1.0, "time/step_seconds": 4.0})
+    report, _ = ended(run)
     rows = {row["phase"]: row for row in report["time"]}
     assert list(rows) == ["step", "generation", "training"]
-    assert (rows["generation"]["share"], rows["generation"]["predicted_seconds"]) == (0.5, 1.5)
-    assert rows["training"]["predicted_seconds"] is None and "planned s" in page.text
+    assert (rows["generation"]["share"], rows["generation"]["mean_seconds"]) == (0.5, 2.0)
 
 
 def test_only_the_ends_of_a_large_file_are_read(tmp_path: Path) -> None:

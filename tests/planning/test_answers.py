@@ -19,7 +19,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig
 from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.job import read_job
-from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, modelled_curves
+from hybrid_rlhf.planning.machine import DATA_SHEETS
 from hybrid_rlhf.planning.placement_table import plan_placement
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.shapes import BatchShape, ForwardMemory, ShapedModel
@@ -123,7 +123,7 @@ def test_every_row_of_a_plan_runs_as_planned(given: str, folded: dict[str, str],
     for gib in (5, 20):
         machine = Device(torch.device("cuda"), 2, gib * 2**30)
         job = read_job(config, machine.device)
-        found = plan_placement(job, modelled_curves(DATA_SHEETS["h100"]), machine, listed=9).result
+        found = plan_placement(job, DATA_SHEETS["h100"], machine, listed=9).result
         for plan in {repr(row.plan): row.plan for row in (*found.ranked, *found.fastest[:20])}.values():
             options = {"placement": json.dumps(plan.placement_setting().as_given()), **plan.settings(config)}
             pasted = [word for key, value in options.items() for word in (f"--{key}", str(value).lower())]

@@ -16,7 +16,7 @@ from tests.support.tiny import tiny_model, tiny_scorer, tiny_tokenizer
 PROMPT, NEW = 48, 16
 SPLIT = (
     "{sampler: {ranks: 2-3, tensor_parallel: 2}, actor: {ranks: 0-1}, critic: {ranks: 0-1}, critic_copy: {ranks: 2-3, "
-    "tensor_parallel: 2}, reference: {ranks: 2-3, zero: 3}, judge: {ranks: 0-3}, teacher: {ranks: 0-1}}"
+    "tensor_parallel: 2}, reference: {ranks: 2-3}, judge: {ranks: 0-3}, teacher: {ranks: 0-1}}"
 )
 HYBRID = "{actor: {ranks: 0-1}, critic: {ranks: 2}, judge: {ranks: 0}, reference: {ranks: 1-2}, teacher: {ranks: 2}}"
 CASES = {

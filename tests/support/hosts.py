@@ -57,8 +57,8 @@ def why_no_hosts() -> str | None:
 _MEASURE_LINK = """
 import sys
 from pathlib import Path
-from hybrid_rlhf.cli.machine.link import measure_link
-measure_link(sys.argv[1], Path(sys.argv[2]))
+from hybrid_rlhf.cli.machine.link import measure_network
+measure_network(sys.argv[1], Path(sys.argv[2]))
 """
 
 
@@ -192,12 +192,12 @@ class Network:
             process.kill()
             process.wait()
 
-    def link_times(self, folder: Path) -> dict[str, Any]:
-        """Times of collectives over the hosts, measured as `calibrate --hostfile` does with a rank per host."""
+    def link(self, folder: Path) -> tuple[float, float]:
+        """GB/s and microseconds between the hosts, measured as `calibrate --hostfile` does with a rank per host."""
         done = self.hosts[0].run([sys.executable, "-c", _MEASURE_LINK, str(self.hostfile()), str(folder)], timeout=600)
         assert done.returncode == 0, done.stdout
-        times: dict[str, Any] = json.loads((folder / "link.json").read_text())
-        return times
+        rate, latency = json.loads((folder / "link.json").read_text())
+        return rate, latency
 
     def hostfile(self, slots: int = 1, names: Sequence[str] = NAMES[:2]) -> Path:
         """A hostfile of these hosts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,84 +15,49 @@ from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.planning.costs import Work
-from hybrid_rlhf.planning.curves import Curve, MachineCurves, Surface
-from hybrid_rlhf.planning.device import Cluster, Device
+from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.job import ModelDimensions, RLJob, RoleJob, StepLengths
-from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, DataSheet
+from hybrid_rlhf.planning.machine import DATA_SHEETS, Machine
 from hybrid_rlhf.planning.phase_memory import PhaseMemory
 from hybrid_rlhf.planning.placed_memory import PlanMemory
 from hybrid_rlhf.planning.plans import SAMPLER, StepPlan, style_of
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "transfer")
 
-
-def cost_line(rate: float, latency: float = 0.0) -> Curve:
-    """latency + size / rate seconds."""
-    return Curve.of((2.0**power, latency + 2.0**power / rate) for power in range(0, 60, 2))
-
-
-def machine(*, bandwidth: float = 1e9, latency: float = 1e-5, device: str = "cuda", **changes: Any) -> MachineCurves:
-    """A machine whose collectives take latency + bytes / bandwidth, between hosts ten times as long."""
-    ranks = [2.0**power for power in range(1, 8)]
-    weights = [2.0**power for power in range(8, 40, 2)]
-
-    def product(rate: float) -> dict[str, Surface]:
-        return {"bfloat16": Surface(tuple((size, cost_line(rate / size, 1e-6 + size / 1e12)) for size in weights))}
-
-    def exchange(slower: float) -> dict[str, Surface]:
-        return {
-            kind: Surface(tuple((n, cost_line(bandwidth / slower, latency * slower * n)) for n in ranks))
-            for kind in KINDS
-        }
-
-    found = MachineCurves(
-        machine="synthetic",
-        source="modelled",
-        device="cuda",
-        ranks_per_host=8,
-        products=product(1e13),
-        decode_products=product(1e12),
-        attention=cost_line(1e12),
-        layer=cost_line(1e10, 1e-5),
-        layer_backward=cost_line(5e9, 2e-5),
-        head=cost_line(1e10),
-        cache_reads=cost_line(1e11),
-        decode_layer=cost_line(1e9, 1e-5),
-        decode_step=cost_line(1e6, 1e-4),
-        copies=cost_line(1e11),
-        host_link=cost_line(1e9),
-        optimizer=cost_line(1e9),
-        loop=cost_line(1e7, 1e-3),
-        host_optimizer=cost_line(1e8),
-        collectives=exchange(1.0),
-        between_hosts=exchange(10.0),
-        calls={"forward": 1e-4, "backward": 1e-4, "step": 1e-4, "generation": 1e-3},
-        gathered=dict.fromkeys(("forward", "backward"), Curve.of([(1, 1e-5)])),
+def machine(**changes: Any) -> Machine:
+    """A GPU whose links are slow, so that messages are seen; hosts are joined by a link a tenth as fast."""
+    found = Machine(
+        "synthetic",
+        tflops=10.0,
+        memory_gb_per_second=100.0,
+        device_gib=80.0,
+        link_gb_per_second=1.0,
+        hosts_gb_per_second=0.1,
+        host_link_gb_per_second=1.0,
+        launch_microseconds=1.0,
+        link_latency_microseconds=10.0,
+        hosts_latency_microseconds=100.0,
+        cards_per_host=1,
     )
-    return replace(found, device=device, **changes)  # type: ignore[arg-type]
+    return replace(found, **changes)
 
 
 def machine_file(folder: Path, *, device_gib: float) -> str:
     """A file with the data sheet of a GPU with so much memory."""
-    numbers = {each.name: getattr(DATA_SHEETS["h100"], each.name) for each in fields(DataSheet)}
-    content = {**numbers, "name": "small", "device": "", "device_gib": device_gib}
+    content = asdict(DATA_SHEETS["h100"]) | {"name": "small", "device": "", "device_gib": device_gib}
     file = folder / f"gpu_{device_gib}.yaml"
-    file.write_text(yaml.safe_dump(content))
+    file.write_text(
+        yaml.safe_dump(
+            {key: value for key, value in content.items() if key not in ("cores", "measured", "network_source")}
+        )
+    )
     return str(file)
 
 
-def cpu_machine() -> MachineCurves:
-    """The same for float32 on a CPU."""
-    found = machine()
-    return replace(
-        found,
-        device="cpu",
-        products={"float32": found.products["bfloat16"]},
-        decode_products={"float32": found.decode_products["bfloat16"]},
-    )
+def cpu_machine() -> Machine:
+    """The same on a CPU of two cores."""
+    return machine(cores=2, measured=True)
 
 
 def small_job(
@@ -171,61 +136,22 @@ class FlatMemory:
         return size / (len(place.ranks) if place.zero == 3 else 1) / (4 if offloaded else 1)
 
 
+def flattening(names: list[str], ranks: int, *, zero: Mapping[str, Any], tensor_parallel: int = 1) -> Placement:
+    """All roles on all ranks."""
+    everywhere = tuple(range(ranks))
+    return Placement(
+        {
+            name: RolePlacement(everywhere, zero.get(name, 0), tensor_parallel if name == "actor" else 1)
+            for name in names
+        },
+        "flattening",
+    )
+
+
 def placed_at(ranks: Mapping[str, tuple[int, ...]], *, world: int, lag: int = 0, zero: int = 0) -> StepPlan:
     """A plan with the roles on these ranks."""
     roles = {name: RolePlacement(of_role, zero if name != SAMPLER else 0) for name, of_role in ranks.items()}
     return StepPlan(Placement(roles, style_of(ranks, world)), policy_lag=lag)
-
-
-class FixedCosts:
-    """Costs by role and phase, whatever the ranks, for timelines by hand."""
-
-    def __init__(self, job: RLJob, seconds: Mapping[str, float], *, ranks: int, curves: MachineCurves) -> None:
-        """Take seconds of `sync`, `transfer` (ahead of the rollout), `sample`, `read ROLE`, `train ROLE` and `loop`;
-        others take none."""
-        self.job, self.curves, self.cluster = job, curves, Cluster(ranks, 8)
-        self._seconds = seconds
-
-    def weight_sync(self, plan: StepPlan) -> Work:
-        """See Costs."""
-        return Work(wire=self._seconds.get("sync", 0.0))
-
-    def transfer_ahead(self, plan: StepPlan) -> Work | None:
-        """See Costs."""
-        return Work(wire=self._seconds["transfer"]) if "transfer" in self._seconds else None
-
-    def sampling(self, plan: StepPlan, *, rows_at_once: int) -> list[Work]:
-        """See Costs: group g takes so many seconds more than the first."""
-        first, more = self._seconds.get("sample", 0.0), self._seconds.get("sample more", 0.0)
-        return [Work(first + more * group) for group in range(len(plan.sampling_groups))]
-
-    def read(self, role: RoleJob, plan: StepPlan) -> Work:
-        """See Costs."""
-        return Work(self._seconds.get(f"read {role.name}", 0.0))
-
-    def updates(self, role: RoleJob, plan: StepPlan) -> Work:
-        """See Costs."""
-        return Work(self._seconds.get(f"train {role.name}", 0.0))
-
-    def rows_to_read(self) -> Work:
-        """See Costs."""
-        return Work()
-
-    def values_read(self) -> Work:
-        """See Costs."""
-        return Work()
-
-    def rows_to_learn(self) -> Work:
-        """See Costs."""
-        return Work()
-
-    def messages(self, phase: str) -> Work:
-        """See Costs."""
-        return Work()
-
-    def loop(self, holders: int) -> Work:
-        """See Costs."""
-        return Work(self._seconds.get("loop", 0.0))
 
 
 def _learns(name: str) -> OptimizerConfig | None:

@@ -5,54 +5,45 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
-from hybrid_rlhf.configs.pipeline import CalibrateConfig
+from hybrid_rlhf.configs.pipeline import CalibrateConfig, LauncherConfig
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.output import print_result
 
-if TYPE_CHECKING:
-    from hybrid_rlhf.planning.curves import MachineCurves
+_CPU_RANKS = 4
+"""Ranks of a host without GPUs."""
 
 
 @command(CalibrateConfig)
 def main(config: CalibrateConfig) -> None:
-    """Measure unless this machine has stored curves, then the link between hosts if there are any; print the path."""
-    from hybrid_rlhf.cli.machine.link import measure_link
-    from hybrid_rlhf.planning.machines.calibration import calibrate, default_ranks
-    from hybrid_rlhf.planning.machines.links import with_measured_link
-    from hybrid_rlhf.planning.machines.stored import curves_file, save_curves
+    """Measure unless this machine has stored measurements, then the network between hosts if there are any; print the
+    path."""
+    import torch
 
-    ranks = config.ranks or default_ranks()
+    from hybrid_rlhf.cli.machine.link import measure_link, measure_network
+    from hybrid_rlhf.planning.calibration import calibrate
+    from hybrid_rlhf.planning.stored import load_machine, machine_path, save_machine
+
+    ranks = config.ranks or torch.cuda.device_count() or _CPU_RANKS
+    path = machine_path(ranks, config.cache_dir)
     start = time.monotonic()
-    curves = _stored_curves(config, ranks)
-    measured = curves is None or config.hostfile is not None
-    if curves is None:
-        from hybrid_rlhf.cli.machine.run_times import time_run
-
-        curves = calibrate(ranks, time_run=time_run, quick=config.quick, show=print)
-    if config.hostfile is not None:
-        print(f"the link between the hosts of {config.hostfile}")
-        with TemporaryDirectory(prefix="hybrid_rlhf_") as folder:
-            curves = with_measured_link(curves, measure_link(config.hostfile, Path(folder)))
-    if not measured:
-        path = curves_file(ranks, config.cache_dir)
+    machine = None if config.renew else load_machine(config.cache_dir, ranks=ranks)
+    if machine is not None and config.hostfile is None:
         text = f"this machine is measured: {path}; --renew true measures it again"
-        print_result({"curves": path, "measured": False}, text)
+        print_result({"machine": path, "measured": False}, text)
         return
-    path = save_curves(curves, ranks, config.cache_dir)
-    seconds = time.monotonic() - start
-    print_result({"curves": path, "measured": True, "seconds": seconds}, f"measured in {seconds:.0f} s: {path}")
-
-
-def _stored_curves(config: CalibrateConfig, ranks: int) -> MachineCurves | None:
-    """The curves of this machine, unless they are to be measured again."""
-    from hybrid_rlhf.planning.machines.stored import curves_file, differences, read_curves, stored_key
-
-    path = curves_file(ranks, config.cache_dir)
-    if config.renew or not path.exists():
-        return None
-    if changed := differences(stored_key(path)):
-        print(f"{path} differs in {', '.join(changed)}: measuring again")
-        return None
-    return read_curves(path)
+    with TemporaryDirectory(prefix="hybrid_rlhf_") as folder:
+        if machine is None:
+            link = measure_link(LauncherConfig(num_processes=ranks), Path(folder)) if ranks > 1 else None
+            machine = calibrate(ranks, link)
+        if config.hostfile is not None:
+            print(f"the link between the hosts of {config.hostfile}")
+            machine = machine.with_measured_network(*measure_network(config.hostfile, Path(folder)))
+    save_machine(machine, ranks, config.cache_dir)
+    lines = [
+        f"{machine.tflops:.4g} TFLOP/s of products, {machine.memory_gb_per_second:.4g} GB/s of memory",
+        f"{machine.launch_microseconds:.3g} us for a launch",
+        f"{machine.link_gb_per_second:.4g} GB/s and {machine.link_latency_microseconds:.3g} us between ranks",
+        f"measured in {time.monotonic() - start:.0f} s: {path}",
+    ]
+    print_result({"machine": path, "measured": True, "seconds": time.monotonic() - start}, "\n".join(lines))

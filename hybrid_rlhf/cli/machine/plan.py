@@ -2,7 +2,7 @@
 
 `plan sft`, `plan reward`, `plan preference` and `plan rl` take the line of that command in place of `train`'s; a config
 file whose keys only one of them has needs no such word. The first row of the table of placements is the configured
-`rl.placement`. Times need curves of the machine: those that `hybrid-rlhf calibrate` measured on this one, or of a data
+`rl.placement`. Times need the speed of the machine, as `hybrid-rlhf calibrate` measured it on this one, or of a data
 sheet (`--machine h100`).
 """
 
@@ -28,17 +28,19 @@ from hybrid_rlhf.runtime.output import print_result
 from hybrid_rlhf.runtime.placement import Placement, placed_roles, resolve_placement
 
 if TYPE_CHECKING:
-    from hybrid_rlhf.planning.curves import MachineCurves
     from hybrid_rlhf.planning.device import Device
     from hybrid_rlhf.planning.dotted_keys import Settings
     from hybrid_rlhf.planning.job import RLJob
+    from hybrid_rlhf.planning.machine import Machine
     from hybrid_rlhf.planning.phase_memory import PhaseMemory
     from hybrid_rlhf.planning.placement_table import PlacementAnswer
     from hybrid_rlhf.planning.remedies import Remedy
     from hybrid_rlhf.planning.search import Candidate
     from hybrid_rlhf.planning.step_memory import Planner
 
-_NO_CURVES = "times are not predicted: run hybrid-rlhf calibrate first, or name a machine, for example --machine h100"
+_NOT_MEASURED = (
+    "times are not predicted: run hybrid-rlhf calibrate first, or name a machine, for example --machine h100"
+)
 
 _PLANNED = (
     "actor.zero.stage",
@@ -67,20 +69,20 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             config, steps = _single(name, words, prog=prog)
         from hybrid_rlhf.planning.memory_table import table
 
-        curves, machine = planned_machine(config)
-        planner, planned = planned_phases(config, steps, machine)
-        planning = None if curves is None else _Placements(config, planner, curves)
-        per_host = machine.cluster.ranks_per_host if curves is None else curves.ranks_per_host
+        machine, rank = planned_machine(config)
+        planner, planned = planned_phases(config, steps, rank)
+        planning = None if machine is None else _Placements(config, planner, machine)
+        per_host = rank.cluster.ranks_per_host if machine is None else machine.ranks_per_host
         advised = _advised(planner, planned, steps, planning, per_host)
         answer = planning.answer(steps["rl"], advised.get("rl")) if "rl" in planned and planning is not None else None
         if answer is not None and answer.configured is None:
             planned["rl"] = [*answer.result.ranked[0].memory.phases]
-        lines, fits = table(machine, planned, advised, single=name is not None)
+        lines, fits = table(rank, planned, advised, single=name is not None)
         if "rl" in planned:
             key = "placement" if name is not None else "rl.placement"
             if answer is not None and answer.best is not None and not all(phase.fits for phase in planned["rl"]):
                 lines.append(f"  rl also fits under the best plan below, {answer.best.plan.placement.style}")
-            lines += ["", *([_NO_CURVES] if answer is None else answer.lines(key))]
+            lines += ["", *([_NOT_MEASURED] if answer is None else answer.lines(key))]
         document = {"fits": fits, "memory": _memory(planned), "rl": None if answer is None else answer.to_dict()}
         print_result(document, "\n".join(lines))
         sys.exit(0 if fits else 1)
@@ -145,34 +147,28 @@ def _step_of_files(words: Sequence[str]) -> str | None:
     return fitting[0] if fitting else None
 
 
-def planned_machine(config: PlanConfig) -> tuple[MachineCurves | None, Device]:
-    """The curves of the machine that a config names, if there are any, and what a rank has of it."""
-    from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
-    from hybrid_rlhf.planning.machines.datasheets import modelled_curves, sheet_of, with_usual_link
-    from hybrid_rlhf.planning.machines.stored import load_curves
+def planned_machine(config: PlanConfig) -> tuple[Machine | None, Device]:
+    """The machine that a config names (None if this one is not measured), and the memory of a rank."""
+    from hybrid_rlhf.planning.machine import sheet_of
     from hybrid_rlhf.planning.memory_table import this_machine
+    from hybrid_rlhf.planning.stored import load_machine
 
+    rank = this_machine(config)
     if config.machine == "this":
-        curves = load_curves()
-        machine = this_machine(config)
-        if curves is not None and config.link_gib_per_second is not None:
-            curves = with_usual_link(curves, config.link_gib_per_second)
-        if curves is None or curves.device != machine.device.type:
-            return None, machine
+        machine = load_machine()
+        if machine is None or machine.type != rank.device.type:
+            return None, rank
     else:
-        sheet = sheet_of(config.machine)
-        curves = modelled_curves(sheet, link_gib_per_second=config.link_gib_per_second)
-        import torch
-
-        host_bytes = None if sheet.host_gib is None else sheet.host_gib * 2**30 / sheet.ranks_per_host
-        device_bytes = (sheet.device_gib - GPU_RESERVE_GIB) * 2**30
-        machine = Device(torch.device("cuda"), this_machine(config).ranks, device_bytes, host_bytes)
-    hosts = config.hosts or -(-machine.ranks // curves.ranks_per_host)
+        machine = sheet_of(config.machine)
+        rank = machine.rank(rank.ranks)
+    if config.link_gib_per_second is not None:
+        machine = machine.with_network(config.link_gib_per_second)
+    hosts = config.hosts or -(-rank.ranks // machine.ranks_per_host)
     require(
-        machine.ranks % hosts == 0,
-        f"ranks must divide into equal hosts, got {machine.ranks} ranks and {hosts} hosts: give other --hosts",
+        rank.ranks % hosts == 0,
+        f"ranks must divide into equal hosts, got {rank.ranks} ranks and {hosts} hosts: give other --hosts",
     )
-    return curves, replace(machine, ranks_per_host=machine.ranks // hosts)
+    return machine, replace(rank, ranks_per_host=rank.ranks // hosts)
 
 
 def _advised(
@@ -182,8 +178,7 @@ def _advised(
     times: _Placements | None,
     ranks_per_host: int,
 ) -> dict[str, list[Remedy]]:
-    """The remedies of the steps that do not fit, or else what comes nearest; those of RL by the time that is predicted
-    with them."""
+    """Remedies of the steps that do not fit, or larger changes; those of RL are ordered by their predicted time."""
     from hybrid_rlhf.planning.remedies import nearest, remedies
 
     advised = {}
@@ -203,22 +198,22 @@ class _Placements:
 
     config: PlanConfig
     planner: Planner
-    curves: MachineCurves
+    machine: Machine
 
     def answer(self, rl: RLConfig, advised: Sequence[Remedy] | None) -> PlacementAnswer:
-        """The best plans of a step, with what a remedy sets besides if nothing fits without it."""
+        """The best plans of a step; if nothing fits, with the settings of a remedy that placements do not choose."""
         from hybrid_rlhf.planning.dotted_keys import with_settings
         from hybrid_rlhf.planning.placement_table import plan_placement
         from hybrid_rlhf.planning.search import SearchResult
 
         listed = self.config.candidates
-        machine = self.planner.machine
-        answer = plan_placement(self._job(rl), self.curves, machine, configured=self._placement(rl), listed=listed)
+        rank = self.planner.machine
+        answer = plan_placement(self._job(rl), self.machine, rank, configured=self._placement(rl), listed=listed)
         settings = next((remedy.settings for remedy in advised or () if remedy.ranks is None), None)
         if answer.best is not None or settings is None:
             return answer
         unplanned = _unplanned(settings)
-        found_plans = plan_placement(self._job(with_settings(rl, unplanned)), self.curves, machine, listed=listed)
+        found_plans = plan_placement(self._job(with_settings(rl, unplanned)), self.machine, rank, listed=listed)
         remedied = self._candidate(with_settings(rl, settings))
         result = found_plans.result.merged(SearchResult((remedied,), 1, (remedied,)))
         return replace(found_plans, result=result, configured=answer.configured, given=unplanned)
@@ -230,9 +225,9 @@ class _Placements:
     def _candidate(self, rl: RLConfig) -> Candidate:
         from hybrid_rlhf.planning.placement_table import configured_plan
 
-        machine = self.planner.machine
-        placement = self._placement(rl) or resolve_placement(None, placed_roles(rl), ranks=machine.ranks)
-        return configured_plan(self._job(rl), self.curves, machine, placement)
+        rank = self.planner.machine
+        placement = self._placement(rl) or resolve_placement(None, placed_roles(rl), ranks=rank.ranks)
+        return configured_plan(self._job(rl), self.machine, rank, placement)
 
     def _placement(self, rl: RLConfig) -> Placement | None:
         """The configured placement; None if the planner places the roles."""
@@ -250,7 +245,7 @@ class _Placements:
 
 
 def _unplanned(settings: Settings) -> Settings:
-    """The settings of a remedy that a plan of placements does not determine, with the stages that their rules want."""
+    """Settings of a remedy that a plan of placements does not determine, with the ZeRO stages that they require."""
     unplanned = {key: value for key, value in settings.items() if key not in _PLANNED}
     offloading = [key.removesuffix("offload_parameters") for key in unplanned if key.endswith(".offload_parameters")]
     return unplanned | {key: settings[key] for key in (f"{zero}stage" for zero in offloading) if key in settings}

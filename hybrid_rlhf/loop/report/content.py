@@ -84,7 +84,7 @@ def _settings(config: StepConfig) -> list[dict[str, Any]]:
 
 
 def _times(curves: Curves) -> list[dict[str, Any]]:
-    """Mean seconds of each phase of a step, its share of the step, and the planner's prediction, if any."""
+    """Mean seconds of each phase of a step, its share of the step."""
     phases = {
         name.removeprefix("time/").removesuffix("_seconds"): [value for _, value in curves.points(name)]
         for name in curves.names
@@ -96,7 +96,6 @@ def _times(curves: Curves) -> list[dict[str, Any]]:
             "phase": phase,
             "mean_seconds": statistics.fmean(seconds),
             "share": sum(seconds) / whole if whole else 0.0,
-            "predicted_seconds": next(iter(curves.last(f"placement/predicted_{phase}_seconds", 1)), None),
         }
         for phase, seconds in sorted(phases.items(), key=lambda item: -sum(item[1]))
     ]
