@@ -1,10 +1,9 @@
 """Settings with which a step fits into memory.
 
-A remedy is minimal: without any of its settings the step does not fit. For each ZeRO stage and size of the sampling
-groups, all other changes are made, those that are not needed are taken back, the costliest first, and the rest is made
-as weak as possible. The fastest of these remedies is advised, or without a time model the one with the fewest and
-cheapest settings. Adapters change what is learned, so they are advised in addition to a remedy for all weights that
-needs host memory or does not exist; adapters over 4-bit weights likewise. Every remedy is verified by planning with it.
+All changes are made, in the order of their costs; those that are not needed are taken back, the costliest first, and
+the rest is made as weak as possible. So a remedy is minimal: without any of its settings the step does not fit.
+Adapters change what is learned, so they are advised in addition to a remedy for all weights that needs host memory or
+does not exist; adapters over 4-bit weights likewise. Every remedy is verified by planning with it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.models.structure import EXPERTS
 from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.dotted_keys import Settings, with_settings
-from hybrid_rlhf.planning.memo import once_for
 from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory
 from hybrid_rlhf.planning.shapes import read_config
 from hybrid_rlhf.planning.step_memory import Planner
@@ -68,7 +66,7 @@ def remedies(planner: Planner, config: AnyStep, seconds: Seconds | None = None) 
     Args:
         planner: of the machine.
         config: the step.
-        seconds: predicts a step; None: settings have the order of `_changes`.
+        seconds: predicts a step; None: it is not predicted.
     """
     found: list[Remedy] = []
     for settings in ({}, *_adapters(config), *_four_bit(config)):
@@ -112,11 +110,17 @@ def _fitting(
     """The remedy of the first machine and settings for which there is one; [] if there is none."""
     for machine, settings in ways:
         here = machine == planner.machine
+        there = replace(planner, machine=machine)
         with contextlib.suppress(UserError):  # violates a rule
             changed = with_settings(config, settings)
-            found = _RemedySearch(replace(planner, machine=machine), changed, seconds if here else None).best()
-            if found is not None:
-                return [replace(found, settings=settings | found.settings, ranks=None if here else machine.ranks)]
+            # of ZeRO, more may need more: ZeRO-3 has buckets, and copies inference weights where others use views
+            tried = (_minimal(there, changed, most_zero=stage) for stage in (3, 2, 1, 0))
+            if (found := next((each for each in tried if each is not None), None)) is not None:
+                settings = settings | found
+                changed = with_settings(config, settings)
+                host = max(each.need.host for each in there.phases(changed)) if machine.device.type == "cuda" else 0.0
+                taken = seconds(changed) if seconds is not None and here else None
+                return [Remedy(settings, host, taken, None if here else machine.ranks)]
     return []
 
 
@@ -155,75 +159,52 @@ def _halves(key: str, value: int, *, least: int) -> list[Settings]:
     return [{key: value // 2**power} for power in range(1, 30) if value // 2**power >= least]
 
 
-class _RemedySearch:
-    """Plans a step with settings, each once."""
+def _minimal(planner: Planner, config: AnyStep, *, most_zero: int) -> Settings | None:
+    """As few and as weak changes as suffice, with ZeRO up to a stage; None if all of them do not."""
+    known: dict[tuple[Any, ...], list[PhaseMemory]] = {}
 
-    def __init__(self, planner: Planner, config: AnyStep, seconds: Seconds | None) -> None:
-        self._planner = planner
-        self._config = config
-        self._seconds = seconds
+    def phases(settings: Settings) -> list[PhaseMemory]:
+        """The phases of a step; [] if settings violate a rule together with the others."""
+        key = tuple(sorted(settings.items()))
+        if key not in known:
+            known[key] = []
+            with contextlib.suppress(UserError):
+                known[key] = planner.phases(with_settings(config, settings))
+        return known[key]
 
-    def best(self) -> Remedy | None:
-        """The advised remedy; None if there is none."""
-        fixed = itertools.product(*([{}, *levels] for levels in _sharing(self._config, self._planner.machine)))
-        found = [each for each in map(self._minimal, map(_merged, fixed)) if each is not None]
-        minimal = [each for each in found if not any(other.items() < each.items() for other in found)]
-        if not minimal:
-            return None
-        settings = min(minimal, key=self._order)
-        config = with_settings(self._config, settings)
-        machine = self._planner.machine
-        host = 0.0 if machine.device.type == "cpu" else max(each.need.host for each in self._planner.phases(config))
-        return Remedy(settings, host, None if self._seconds is None else self._seconds(config))
+    def fits(settings: Settings, *, device_alone: bool = False) -> bool:
+        """`device_alone`: whatever it needs of the host, of which changes need more, not less."""
+        found = phases(settings)
+        on_device = all(phase.total <= phase.machine.device_bytes for phase in found)
+        return bool(found) and (on_device if device_alone else all(phase.fits for phase in found))
 
-    def _minimal(self, fixed: Settings) -> Settings | None:
-        """Fixed settings with as few and as weak others as suffice; None if all others do not suffice."""
-        changes: list[Levels] = []
-        for levels in _changes(self._config, self._planner.machine):
-            if levels and self._phases(_strongest(fixed, [*changes, levels])) is not None:
-                changes.append(levels)
-        if not self._fits(_strongest(fixed, changes), device_alone=True):
-            return None
-        for levels in changes[::-1]:
-            rest = [each for each in changes if each is not levels]
-            if self._fits(_strongest(fixed, rest), device_alone=True):
-                changes = rest
-        settings = _strongest(fixed, changes)
-        for levels in changes:
-            settings |= next((level for level in levels if self._fits(settings | level)), {})
-        return settings if self._fits(settings) else None
+    changes: list[Levels] = []
+    for levels in _changes(config, planner.machine, most_zero=most_zero):
+        if levels and phases(_strongest([*changes, levels])):
+            changes.append(levels)
+    if not fits(_strongest(changes), device_alone=True):
+        return None
+    for levels in changes[::-1]:
+        rest = [each for each in changes if each is not levels]
+        if fits(_strongest(rest), device_alone=True):
+            changes = rest
+    settings = _strongest(changes)
+    for levels in changes:
+        settings |= next((level for level in levels if fits(settings | level)), {})
+    return settings if fits(settings) else None
 
-    def _order(self, settings: Settings) -> tuple[float, ...]:
-        """Predicted seconds, or the number of settings and their costs; the less the better."""
-        if self._seconds is not None:
-            return (self._seconds(with_settings(self._config, settings)),)
-        keys = [*dict.fromkeys(key for level in candidates(self._config, self._planner.machine) for key in level)]
-        return (len(settings), *sorted((keys.index(key) for key in settings), reverse=True))
 
-    def _fits(self, settings: Settings, *, device_alone: bool = False) -> bool:
-        """True if a step fits; `device_alone`: whatever it needs of the host, of which changes need more, not less."""
-        phases = self._phases(settings)
-        if device_alone:
-            return phases is not None and all(phase.total <= phase.machine.device_bytes for phase in phases)
-        return phases is not None and all(phase.fits for phase in phases)
-
-    @once_for(lambda self, settings: tuple(sorted(settings.items())))
-    def _phases(self, settings: Settings) -> list[PhaseMemory] | None:
-        """The phases of a step; None if settings violate a rule together with the others."""
-        try:
-            return self._planner.phases(with_settings(self._config, settings))
-        except UserError:
-            return None
+def _strongest(changes: Sequence[Levels]) -> Settings:
+    return {key: value for levels in changes for key, value in levels[-1].items()}
 
 
 def candidates(config: AnyStep, machine: Device) -> Iterator[Settings]:
     """Settings that may reduce the memory of a step, the cheapest first; each is to be applied alone."""
-    changes = [*_changes(config, machine), *_sharing(config, machine)]
-    yield from itertools.chain.from_iterable([*changes, _adapters(config)])
+    yield from itertools.chain.from_iterable([*_changes(config, machine), _adapters(config)])
 
 
-def _changes(config: AnyStep, machine: Device) -> Iterator[Levels]:
-    """Changes that reduce the memory of a step, the cheapest first. The more of them, the less memory is needed."""
+def _changes(config: AnyStep, machine: Device, *, most_zero: int = 3) -> Iterator[Levels]:
+    """Changes that reduce the memory of a step, the cheapest first."""
     checkpointing: Settings = {"model.gradient_checkpointing": True}
     if not config.model.gradient_checkpointing:
         yield [checkpointing]
@@ -233,7 +214,10 @@ def _changes(config: AnyStep, machine: Device) -> Iterator[Levels]:
         yield _halves("train.micro_batch_size", config.train.micro_batch_size, least=1)
     if not config.model.activation_offload:
         yield [{"model.activation_offload": True, **checkpointing}]
+    least = min(zero.stage for zero, _ in _engines(config).values())
+    yield [_each(config, "zero.stage", stage) for stage in (1, 2, 3) if least < stage <= most_zero]
     if isinstance(config, RLConfig):
+        yield [{"rollout.tensor_parallel": each} for each in group_sizes(machine, above=config.rollout.tensor_parallel)]
         most = config.rollout.kv_cache_gib
         # without a size the cache takes what is left, which on a small device is less than a size that is set
         limit = machine.device_bytes / 2**30 / 4 if most is None else most
@@ -244,15 +228,6 @@ def _changes(config: AnyStep, machine: Device) -> Iterator[Levels]:
     for key in ("offload_optimizer", "offload_parameters"):
         if not all(getattr(zero, key) for zero, _ in _engines(config).values()):
             yield [_each(config, f"zero.{key}", True)]
-
-
-def _sharing(config: AnyStep, machine: Device) -> Iterator[Levels]:
-    """Changes of which more may need more memory elsewhere: ZeRO-3 copies inference weights, where others use views."""
-    least = min(zero.stage for zero, _ in _engines(config).values())
-    yield [_each(config, "zero.stage", stage) for stage in (1, 2, 3) if least < stage]
-    if isinstance(config, RLConfig):
-        sizes = group_sizes(machine, above=config.rollout.tensor_parallel)
-        yield [{"rollout.tensor_parallel": each} for each in sizes]
 
 
 def group_sizes(machine: Device, *, above: int = 1) -> list[int]:
@@ -276,11 +251,3 @@ def _engines(config: AnyStep) -> dict[str, tuple[ZeroConfig, LoraConfig | None]]
 
 def _each(config: AnyStep, key: str, value: Any) -> Settings:
     return {section + key: value for section in _engines(config)}
-
-
-def _strongest(fixed: Settings, changes: Sequence[Levels]) -> Settings:
-    return _merged([fixed, *(levels[-1] for levels in changes)])
-
-
-def _merged(options: Sequence[Settings]) -> Settings:
-    return {key: value for option in options for key, value in option.items()}

@@ -32,6 +32,7 @@ PARTS = 8
 _CHECKED = 200
 """Most plans of a style whose memory is checked, without those whose weights alone do not fit."""
 _ALL_ROWS = 10**9
+_SINGLE = ("actor", "critic", "reference", "teacher")
 
 Layout = Mapping[str, tuple[int, ...]]
 """The ranks of each role."""
@@ -167,35 +168,26 @@ class Search:
 
 
 def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
-    """Ranks of the roles; flattening first, and alone with experts that ranks split. All reward models are together. A
-    4-bit base has no separate sampler."""
-    everyone = cluster.everyone
-    together = {role.name: role.bound_to or _kind(role.name) for role in job.roles.values()}
-    yield dict.fromkeys(sorted(together), everyone)
+    """Ranks of the roles; flattening first, and alone with experts that ranks split. Reward models are together. A base
+    in 4 bits has no separate sampler."""
+    everyone, unit = cluster.everyone, unit_of(cluster)
+    kinds = {role.name: role.name if role.name in _SINGLE else "rewards" for role in job.roles.values()}
+    kinds |= {role.name: role.bound_to for role in job.roles.values() if role.bound_to is not None}
+    yield dict.fromkeys(sorted(kinds), everyone)
     if job.config.model.expert_parallel > 1:
         return
-    kinds = [*dict.fromkeys(together.values())]
-    sampled = [False] if job.config.model.quantization is not None else [False, True]
-    for size in range(unit_of(cluster), cluster.ranks, unit_of(cluster)):
+    for size in range(unit, cluster.ranks, unit):
         ranges = (everyone, everyone[:size], everyone[size:])
-        for separate, sides in itertools.product(sampled, itertools.product(range(3), repeat=len(kinds))):
-            placed = dict(zip(kinds, sides, strict=True))
-            if _is_layout(placed, separate=separate, overlaps=bool(job.config.rollout.overlap_steps)):
-                found = {name: ranges[placed[kind]] for name, kind in together.items()}
-                yield dict(sorted((found | ({SAMPLER: ranges[2]} if separate else {})).items()))
-
-
-def _is_layout(sides: Mapping[str, int], *, separate: bool, overlaps: bool) -> bool:
-    """True if both ranges are used, each layout has one description, and a sampler shares no ranks with the actor, nor
-    with the critic while it works beside training."""
-    if separate:
-        return sides["actor"] == 1 and not (overlaps and sides.get("critic", 1) != 1)
-    parted = [side for side in sides.values() if side]
-    return parted[:1] == [1] and 2 in parted
-
-
-def _kind(name: str) -> str:
-    return name if name in ("actor", "critic", "reference", "teacher") else "rewards"
+        for sides in itertools.product(range(3), repeat=len({*kinds.values()})):
+            placed = dict(zip(dict.fromkeys(kinds.values()), sides, strict=True))
+            found = {name: ranges[placed[kind]] for name, kind in kinds.items()}
+            parted = [side for side in sides if side]
+            if parted[:1] == [1] and 2 in parted:  # both ranges are used, and each layout has one description
+                yield dict(sorted(found.items()))
+            # nothing trains where a sampler works beside training
+            critic_apart = placed.get("critic", 1) == 1 or not job.config.rollout.overlap_steps
+            if placed["actor"] == 1 and critic_apart and job.config.model.quantization is None:
+                yield dict(sorted((found | {SAMPLER: ranges[2]}).items()))
 
 
 def unit_of(cluster: Cluster) -> int:

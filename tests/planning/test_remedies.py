@@ -99,15 +99,21 @@ def every_minimal(planner: SummedPlanner) -> list[Settings]:
 
 
 @pytest.mark.parametrize("device_gib", [309.0, 200.0, 105.0, 60.0, 40.0, 30.0, 25.0, 20.0, 14.0])
-def test_the_remedy_is_the_fastest_of_the_minimal_ones(device_gib: float) -> None:
+def test_a_remedy_is_one_of_the_minimal_ones(device_gib: float) -> None:
     """Settings were dropped cheapest first, which left some that nothing needed, and tensor parallelism over all ranks
     was the only one offered."""
     machine = planner(device_gib)
-    minimal = every_minimal(machine)
-    fastest = min(seconds(with_settings(CONFIG, settings)) for settings in minimal)
     found = remedies(machine, CONFIG, seconds)[0]
-    assert found.settings in minimal
-    assert found.seconds == fastest == seconds(with_settings(CONFIG, found.settings))
+    assert found.settings in every_minimal(machine)
+    assert found.seconds == seconds(with_settings(CONFIG, found.settings))
+    assert remedies(machine, CONFIG)[0] == replace(found, seconds=None)
+
+
+def test_memory_of_the_host_is_used_only_where_nothing_else_suffices() -> None:
+    for device_gib in (309.0, 200.0, 105.0, 60.0, 40.0, 30.0, 25.0, 20.0, 14.0):
+        machine = planner(device_gib)
+        without = [each for each in every_minimal(machine) if not any("offload" in key for key in each)]
+        assert not (without and remedies(machine, CONFIG)[0].uses_host), device_gib
 
 
 def test_adapters_are_advised_beside_what_needs_host_memory() -> None:
@@ -129,7 +135,7 @@ def test_4_bits_are_advised_where_all_else_needs_the_host() -> None:
     assert [each.settings.get("model.quantization") for each in remedies(planner(5.0), given, seconds)] == [None, "nf4"]
 
 
-def test_without_a_time_model_few_and_cheap_settings_are_preferred() -> None:
+def test_few_and_cheap_settings_are_preferred() -> None:
     assert remedies(planner(309.0), CONFIG)[0].settings == {"model.gradient_checkpointing": True}
     assert remedies(planner(1.0), CONFIG) == []
 
