@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -275,6 +276,7 @@ def held(world: World, path: Path, tensor_parallel: int) -> list[tuple[int, int]
             )
             with LiveBytes("cpu") as counter:
                 for _ in range(3):
+                    gc.collect()  # of the sync before, which would be freed at any time
                     counter.restart()
                     synced(sampler).current(lambda decoder: None)
                     if actor is None:
