@@ -81,7 +81,6 @@ def own_defaults(table: dict[str, type], name: str) -> dict[str, Any]:
         key for key, value in mine.items() if value is None and any(other.startswith(f"{key}.") for other in others[0])
     ]
     changed = {key: value for key, value in mine.items() if key in off or first.get(key, ...) != value}
-    changed.pop("algorithm.name")
     return {} if name == next(iter(table)) else changed | getattr(table[name], "defaults_elsewhere", {})
 
 
