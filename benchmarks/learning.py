@@ -169,7 +169,7 @@ def config_of(task: Task, changes: Mapping[str, Any]) -> dict[str, Any]:
     whole = merged(task.config, {key: value for key, value in changes.items() if key != "fault"})
     given = whole.get("algorithm", {})
     kind = RL_ALGORITHMS[given.get("name", "ppo")]
-    known = {declared.name for declared in fields(kind)}
+    known = {"name", *(declared.name for declared in fields(kind))}
     whole["algorithm"] = {key: value for key, value in given.items() if key in known}
     if not kind.needs_critic:
         whole.pop("critic", None)

@@ -327,7 +327,7 @@ class GenerationEngine:
                 left -= finished
                 if on_completed is not None:
                     on_completed(finished)
-                if not left:
+                if until is not None and not left:
                     break
         results: list[list[Completion]] = [[] for _ in prompts]
         for request in requests:
