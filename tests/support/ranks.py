@@ -7,6 +7,7 @@ instead of the eight that the imports take, and starts as clean as one of its ow
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import random
@@ -23,7 +24,10 @@ import torch
 from torch import multiprocessing
 
 _LIMIT_SECONDS = 300
-_CHANCE = random.SystemRandom()  # seeds of tests do not repeat ports
+_PORTS_OF_WORKER = 1596
+_FIRST_PORT = 20_000 + _PORTS_OF_WORKER * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8)
+_START = random.SystemRandom().randrange(_PORTS_OF_WORKER)  # another one where several tests run on a machine
+_PORTS = itertools.cycle(_FIRST_PORT + (_START + place) % _PORTS_OF_WORKER for place in range(_PORTS_OF_WORKER))
 FORKSERVER = get_context("forkserver")
 _PRELOADED = [
     "hybrid_rlhf.rl.build",
@@ -80,13 +84,14 @@ def environment(ranks: int) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Below those that the system gives to connections: a run may begin minutes after its port was chosen."""
+    """Below those that the system gives to connections: a run may begin minutes after its port was chosen. Each worker
+    of the tests has ports of its own, and takes one after the other."""
     ports: list[int] = []
     while len(ports) < count:
-        port = _CHANCE.randrange(20_000, 32_768)
+        port = next(_PORTS)
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
-            ports += [port] if port not in ports else []
+            ports.append(port)
     return ports
 
 
