@@ -36,7 +36,7 @@ from tests.support.generation import (
     keep_in_flight,
     random_tokens,
 )
-from tests.support.ranks import FORKSERVER
+from tests.support.ranks import run_apart
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
@@ -305,10 +305,7 @@ def make_a_large_cache() -> None:
 
 
 def test_memory_of_a_large_cache_is_mapped_when_it_is_written() -> None:
-    process = FORKSERVER.Process(target=make_a_large_cache)  # malloc has no memory of earlier tests to reuse
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    run_apart(make_a_large_cache)  # malloc has no memory of earlier tests to reuse
 
 
 @pytest.mark.parametrize("backend", ["auto", "module"])

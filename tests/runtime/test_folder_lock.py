@@ -16,6 +16,7 @@ import pytest
 
 from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE, FolderLock, LockOwner
 from tests.support.faults import run_step
+from tests.support.ranks import run_apart
 from tests.support.steps import MODULES, step_line, write_rows
 
 HOLD = """
@@ -82,6 +83,10 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
 
 
 def test_children_do_not_keep_the_lock(tmp_path: Path) -> None:
+    run_apart(lock_with_children, tmp_path)
+
+
+def lock_with_children(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     lock.acquire()
     reader, writer = os.pipe()

@@ -33,7 +33,7 @@ from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.clock import wait_until
 from tests.support.errors import refused, user_error
 from tests.support.messages import user
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_apart, run_ranks
 from tests.support.runs import sft_config
 from tests.support.steps import checkpoint_names, read_rows
 
@@ -303,6 +303,10 @@ def test_a_launcher_without_ranks_receives_no_save_request() -> None:
 
 
 def test_signals_are_recorded() -> None:
+    run_apart(record_signals)
+
+
+def record_signals() -> None:
     requests = SignalRequests()
     with requests.catch():
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -60,6 +60,14 @@ def run_ranks(
     return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(ranks)]
 
 
+def run_apart(function: Callable[..., None], *arguments: Any) -> None:
+    """Run a function in a process of its own, which may fork: this one may have mapped more than the machine has."""
+    process = FORKSERVER.Process(target=function, args=arguments)
+    process.start()
+    process.join(_LIMIT_SECONDS)
+    assert process.exitcode == 0
+
+
 def run_main(module: str, ranks: int, line: Sequence[str]) -> None:
     """The main of a step as torchrun would start it; fails where a rank does."""
     run_mains(module, ranks, [line])
