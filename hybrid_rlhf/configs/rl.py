@@ -314,7 +314,7 @@ class RLConfig(StepConfig):
         if rollout.max_lag and (alone or rollout.backend == "vllm"):
             rule = f"rollout.max_lag {rollout.max_lag} with a sampler that works while the actor trains"
             unread = ["rollout.quantization", "rollout.offload_states", "actor.ema_decay"]
-            require_defaults(self, unread, rule, others={"rollout.keep_weights": True})
+            require_defaults(self, unread, rule, others={"rollout.keep_weights": True} if alone else {})
 
     def _check_models(self) -> None:
         """Check how the weights of actor and critic are trained, stored and split."""

@@ -251,7 +251,7 @@ def test_a_run_that_is_killed_anywhere_ends_as_the_undisturbed_one(
     run_main("hybrid_rlhf.cli.rl", ranks, line)
     undisturbed = run_outputs(run)
     told = [line for line in undisturbed["metrics"] if "rollout/stale_updates" in line]
-    assert any(line["rollout/carried_ratio"] > 0 for line in told)
+    assert any(line["rollout/stale_tokens_ratio"] > 0 for line in told)
     if name != "dapo":  # what replaces groups of equal scores is of the current weights
         assert max(line["rollout/stale_updates_max"] for line in told) <= 2
     shutil.rmtree(run)
@@ -261,7 +261,7 @@ def test_a_run_that_is_killed_anywhere_ends_as_the_undisturbed_one(
     if name == "ppo":  # several updates in a step: the checkpoint is of the middle
         assert any("_update_" in path.name for path in (run / "checkpoints").iterdir())
     decoding = "hybrid_rlhf.generation.batching.continuous:ContinuousBatch._launch"
-    call = random.Random(f"{name} {placed}").randrange(10, 60)
+    call = random.Random(f"{name} {placed}").randrange(5, 15)
     assert any(run_step("hybrid_rlhf.cli.rl", ranks, line, Point(decoding, call, ranks - 1)))
     run_main("hybrid_rlhf.cli.rl", ranks, line)
     assert run_outputs(run) == undisturbed
