@@ -33,7 +33,7 @@ _OPTIONS = {
     "ppo": "--critic.optimizer.lr 1e-2 --critic.optimizer.eps 1e-2",
     "grpo": "--algorithm.kl.coef 0.05",
     "dapo": "--algorithm.dynamic_sampling.max_refills 2",
-    "pass_at_k": "--algorithm.k 2",
+    "pass_at_k": "--algorithm.k 1",
     "vapo": "--critic.warmup_steps 0",
 }
 ALGORITHMS = ("ppo", "grpo", "online_dpo", "remax")
