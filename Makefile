@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 # Else each worker and each rank that a test starts compiles the library again; images often set it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lowest-cpu slow families wheel-demo faults hosts lint house audit docs bench gpu venv clean
+.PHONY: demo test lowest-cpu slow families wheel-demo faults hosts lint house audit docs pictures bench gpu venv clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python train.py $(ARGS)
@@ -74,13 +74,16 @@ audit: $(VENV)/.test
 docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
+# Trains the runs that docs/board.md shows, and takes its pictures in a browser: ten minutes on two idle cores.
+pictures: $(VENV)/.test
+	$(VENV)/bin/python -m tests.board.browser.pictures
+
 bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/cli_startup.py
-	$(VENV)/bin/python benchmarks/head_memory.py
 	$(VENV)/bin/python -m benchmarks.generation
 	$(VENV)/bin/python -m benchmarks.weight_sync
 
-# On a machine with a GPU: the measurements of half an hour, written to docs/benchmarks/gpu.md.
+# On a machine with a GPU: its measurements, the most important first, written to benchmarks/results/gpu.zip.
 gpu: $(VENV)/.test
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.gpu_hour $(ARGS)
 

@@ -44,7 +44,7 @@ def main() -> None:
 
         def save_beside(step: int) -> float:
             taken = clocked(lambda: beside.save(LoopState(step, {})))
-            wait_for(lambda: beside._writing is None or beside._writing.call.has_ended())
+            wait_for(lambda: beside.pending is None or beside.pending.call.has_ended())
             return taken + clocked(beside.poll)
 
         ways: dict[str, Callable[[int], float]] = {

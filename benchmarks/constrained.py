@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from hybrid_rlhf.cli.saved_models.loading import load_engine
-from hybrid_rlhf.configs.inference import ServeConfig
+from hybrid_rlhf.configs.inference import InferenceConfig
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.batching.grammar import TokenMasks
 from hybrid_rlhf.generation.open_batch import OpenBatch, PromptBatch, StreamedToken
@@ -61,7 +61,7 @@ def main() -> None:
     for name, default in (("rows", 32), ("rounds", 7), ("new_tokens", 24)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    config = ServeConfig(path=options.model)
+    config = InferenceConfig(path=options.model)
     engines = [load_engine(config)[0] for _ in range(2)]
     rows = options.rows
     free = SamplingParams(max_new_tokens=options.new_tokens, ignore_eos=True)
@@ -94,7 +94,7 @@ def main() -> None:
         spent = list[float]()
         for _ in range(20):
             start = time.perf_counter()
-            masks.begin(list(enumerate(grammars)))._done.result()
+            masks.begin(list(enumerate(grammars))).done.result()
             spent.append(1e3 * (time.perf_counter() - start))
     print(f"{options.model}, {rows} rows, {options.rounds} rounds, milliseconds of a step")
     for name, times in taken.items():

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from hybrid_rlhf.functional.operations import BACKENDS, linear, use_backend
 from hybrid_rlhf.models.fused_layers import BackendLinear, fuse_layers
 from hybrid_rlhf.models.packing import use_packing
-from hybrid_rlhf.models.policy import backbone_hidden
+from hybrid_rlhf.models.policy import backbone_hidden, model_rows
 from hybrid_rlhf.runtime.host_memory import keep_freed_memory
 
 TURNS = 8
@@ -47,7 +47,7 @@ def model(*, fused: bool) -> PreTrainedModel:
 
 def step(lm: PreTrainedModel, ids: Tensor, mask: Tensor) -> None:
     """Forward and backward of the layers."""
-    backbone_hidden(lm, ids, mask).square().sum().backward()
+    backbone_hidden(lm, model_rows(lm, ids, mask)).square().sum().backward()
     lm.zero_grad()
 
 

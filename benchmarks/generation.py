@@ -8,6 +8,7 @@ engine, and vLLM's CPU build.
     python -m benchmarks.generation --quantization int8 --peers
     python -m benchmarks.generation --onednn --peers      # also with the products of oneDNN
     python -m benchmarks.generation --vllm_python ENV/bin/python --json result.json
+    python -m benchmarks.generation --host --model one-layer --requests 64 --n 8 --new_tokens 256  # only the host
 
 In `memory`, requests have the same limit and end at random, after an eighth of it on average; the engine with memory
 for 16 rows of full length, and with at most 16 rows, which is what a slot of full length for each would allow, run
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import math
 import os
@@ -51,7 +53,7 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.model.cache import bytes_per_token
+from hybrid_rlhf.generation.batching.workspace import Prompts, Workspace
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.layers import Linear
 from hybrid_rlhf.generation.ops import cpu_kernels
@@ -92,6 +94,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 48,
     },
     "small": _SMALL,
+    "one-layer": {**_SMALL, "num_hidden_layers": 1},
     "qwen2.5-0.5b": {
         "hidden_size": 896,
         "intermediate_size": 4864,
@@ -173,6 +176,10 @@ def ours(decoder: Decoder, work: Work, *, cached: bool = False, **settings: Any)
     return run
 
 
+EACH_TOKEN = property(lambda request: True, lambda request, value: None)
+"""In place of `Request.streams`: a wrapped `Request.append` has each token, as for stop strings."""
+
+
 @contextlib.contextmanager
 def ending_at(lengths: list[int]) -> Iterator[None]:
     """Requests stop after a number of tokens that the engine does not know before."""
@@ -183,15 +190,43 @@ def ending_at(lengths: list[int]) -> Iterator[None]:
         if len(request.token_ids) == lengths[request.prompt_index]:
             request.finish_reason = "stop"
 
-    Request.append = stopping  # type: ignore[method-assign]
-    try:
+    with mock.patch.multiple(Request, append=stopping, streams=EACH_TOKEN):
         yield
-    finally:
-        Request.append = append  # type: ignore[method-assign]
 
 
 def _expect(tokens: int, work: Work) -> None:
     assert tokens == work.useful_tokens, f"{tokens} tokens for {work.useful_tokens}"
+
+
+def host_times(decoder: Decoder, work: Work, runs: int) -> None:
+    """Print the processor time of a decoding step on the host, where the model and the sampler cost nothing."""
+    longest = max(map(len, work.prompts)) + max(work.lengths)
+    token_bytes = sum(cost.bytes for cost in decoder.attention_costs.values())
+    cache = 2 * len(work.prompts) * work.n * longest * token_bytes
+    engine = GenerationEngine(NativeBackend(decoder, kv_cache_gib=cache / 2**30))
+    marks: list[float] = []
+    batches: list[int] = []
+
+    def step(self: Workspace, batch: int, *, prompts: Prompts | None = None, **_: Any) -> torch.Tensor:
+        marks.append(time.thread_time())
+        batches.append(batch)
+        drawing = batch + (0 if prompts is None else len(prompts.of_request))
+        return torch.full((3, drawing), 5.0, dtype=torch.float64)
+
+    medians, means = [], []
+    params = [SamplingParams(max_new_tokens=length, n=work.n, seed=0) for length in work.lengths]
+    with mock.patch.object(Workspace, "step", step):
+        for _ in range(runs + 1):
+            marks.clear()
+            start = time.thread_time()
+            engine.generate(work.prompts, params)
+            means.append(1e3 * (time.thread_time() - start) / len(marks))
+            medians.append(1e3 * statistics.median(after - mark for mark, after in itertools.pairwise(marks)))
+    print(
+        f"up to {max(batches)} rows: {statistics.median(medians[1:]):.3f} ms of host time in a decoding step "
+        f"({min(medians[1:]):.3f} to {max(medians[1:]):.3f}), {statistics.median(means[1:]):.3f} ms with entering and "
+        f"leaving ({min(means[1:]):.3f} to {max(means[1:]):.3f}); median of {runs}"
+    )
 
 
 def padded(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -402,7 +437,7 @@ def in_process(
         peers["this engine, cached"] = ours(decoder, work, cached=True)
     if options.scenario == "memory":
         longest = max(map(len, work.prompts)) + options.new_tokens
-        cache = 16 * longest * bytes_per_token(decoder.architecture, decoder.split, DTYPE)
+        cache = 16 * longest * sum(cost.bytes for cost in decoder.attention_costs.values())
         peers["memory of 16 rows"] = ours(decoder, work, kv_cache_gib=cache / 2**30)
         peers["16 rows"] = ours(decoder, work, max_batch_rows=16)
     if options.n > 1:
@@ -433,6 +468,8 @@ def main() -> None:
         raise SystemExit(
             f"{options.model} has no inference weights, so there is nothing to measure: give another --model"
         )
+    if options.host:
+        return host_times(decoder, work, options.runs)
     lm.set_attn_implementation("sdpa")  # peers run transformers' own attention
     peers = {name: partial(timed, run) for name, run in in_process(options, lm, decoder, work).items()}
     vllm = None
@@ -506,6 +543,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cached", action="store_true", help="also with prompts that are cached")
     parser.add_argument("--quantization", choices=["int8", "fp8"], help="also with quantised weights")
     parser.add_argument("--onednn", action="store_true", help="also with all products by oneDNN")
+    parser.add_argument("--host", action="store_true", help="only the time of a decoding step on the host")
     parser.add_argument("--vllm_python", help="python of an environment with vLLM")
     parser.add_argument("--json", help="file for the raw times")
     return parser.parse_args()

@@ -1,21 +1,20 @@
-"""What is worth measuring in the first half hour on one GPU, the most valuable first: `make gpu`.
+"""What is worth measuring on one GPU, the most valuable first: `make gpu`.
 
     python -m benchmarks.gpu_hour                     # all parts that are not done yet
-    python -m benchmarks.gpu_hour --minutes 9         # as many as fit; the next call goes on
+    python -m benchmarks.gpu_hour --minutes 10        # as many as fit; the next call goes on
     python -m benchmarks.gpu_hour --part kernels --redo
     python -m benchmarks.gpu_hour --small --output DIR  # tiny shapes, also on a CPU: that the parts work, no speed
 
-Each part is a process of its own with at most nine minutes, so that one that crashes or hangs costs no other. Figures
-go to benchmarks/results/gpu.zip as they come; a part that is done is skipped, one that was cut goes on after its last
-figure. docs/benchmarks/gpu.md is written anew after each part. With --output both are in that folder.
-GPU_HOUR_VLLM_PYTHON names the python of an environment with vLLM, to be a peer of generation.
+Each part is a process of its own with at most two minutes (tests and generation: nine), so that one that crashes or
+hangs costs no other. Figures are printed, and go to benchmarks/results/gpu.zip (or that of --output) as they come; a
+part that is done is skipped, one that was cut goes on after its last figure. GPU_HOUR_VLLM_PYTHON names the python of
+an environment with vLLM, to be a peer of generation.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -31,11 +30,13 @@ import torch
 
 from benchmarks import gpu_kernels, gpu_steps
 from benchmarks.gpu_record import ON_GPU, Record
-from benchmarks.results import RESULTS, find
+from benchmarks.in_turn import ROOT
+from benchmarks.results import RESULTS
+from hybrid_rlhf.runtime.installation import cuda_versions
 
-PART_SECONDS = 540
+PART_SECONDS = 120
+LONGER = {"tests": 540, "generation": 540}
 _WORKERS = min(12, os.cpu_count() or 1)
-ROOT = Path(__file__).parents[1]
 
 
 def gpu_tests(record: Record, *, small: bool) -> None:
@@ -77,33 +78,32 @@ def _steps(part: str) -> Callable[..., None]:
 
 
 PARTS: dict[str, tuple[str, Callable[..., None]]] = {
-    "kernels": ("Kernels against float64, and their share of a copy's bandwidth", gpu_kernels.kernels),
+    "host": ("The host's launches and additions, and the device's limits", gpu_steps.host),
+    "grpo_8192": ("Three steps of GRPO, 8,192 tokens in a micro-batch", _steps("grpo_8192")),
+    "grpo": ("Three steps of GRPO, the tokens of a micro-batch derived", _steps("grpo")),
+    "updates": ("Twenty updates, gradients summed in float32 and bfloat16", gpu_steps.updates),
+    "decoding": ("256 decoding steps of 512 rows, with garbage collections", gpu_steps.decoding),
+    "lora_7b": ("An update of a 7B model with LoRA, one micro-batch", gpu_steps.lora_7b),
     "tests": ("tests/gpu", gpu_tests),
-    "attention": ("Attention at 20 shapes that were never seen, forward and backward", gpu_kernels.attention),
-    "head": ("The head, by kernels and by operations; logits in float32 against bfloat16", gpu_steps.head),
-    "operations": ("Three steps of GRPO, the head by operations", _steps("operations")),
-    "grpo": ("Three steps of GRPO: memory at each weight sync, and the plan", _steps("grpo")),
-    "passes": ("Training passes by size of the micro-batch, and with compiled layers", gpu_steps.passes),
+    "kernels": ("Kernels against float64, and their share of a copy's bandwidth", gpu_kernels.kernels),
     "generation": ("Generation beside its peers", gpu_steps.generation),
-    "ppo": ("Three steps of PPO: memory at each weight sync, and the plan", _steps("ppo")),
+    "ppo": ("Three steps of PPO", _steps("ppo")),
     "deterministic": ("GRPO, deterministic", _steps("deterministic")),
     "lag": ("GRPO, lag 1", _steps("lag")),
     "offload": ("GRPO, states, frozen models and activations on the host", _steps("offload")),
     "lora": ("GRPO, LoRA of rank 16", _steps("lora")),
     "nf4": ("GRPO, LoRA of rank 16 on a base in 4 bits", _steps("nf4")),
-    "profile": ("Kernels that take the time of decoding", gpu_steps.profile),
 }
 
 
 def main() -> None:
-    """Run the parts that are not done, each in a process, and write the report after each."""
+    """Run the parts that are not done, each in a process."""
     options = parse()
     if options.inside:
         return run_part(options)
     if not ON_GPU and not options.small:
         raise SystemExit("error: benchmarks.gpu_hour measures a GPU, torch sees none: give --small to try the parts")
     records = options.output or RESULTS
-    page = (options.output or ROOT / "docs" / "benchmarks") / "gpu.md"
     deadline = time.monotonic() + 60 * options.minutes
     failed = False
     for part in options.part or PARTS:
@@ -111,11 +111,11 @@ def main() -> None:
         if record.content["done"] and not options.redo:
             print(f"== {part}: done already", flush=True)
             continue
-        left = min(PART_SECONDS, deadline - time.monotonic())
+        left = min(LONGER.get(part, PART_SECONDS), deadline - time.monotonic())
         if left < 20:
             print(f"== {part}: no time left, the next call goes on here", flush=True)
             break
-        print(f"== {part}", flush=True)
+        print(f"== {part}: {PARTS[part][0]}", flush=True)
         if options.redo:
             record.write(done=False, figures={}, seconds=0.0)
         command = [sys.executable, "-m", "benchmarks.gpu_hour", "--inside", "--part", part, "--output", str(records)]
@@ -125,9 +125,7 @@ def main() -> None:
             why = "cut after its time" if code == -signal.SIGKILL else f"ended with {code}"
             Record(part, records).write(failure=f"{why} ({left:.0f} s)")
             print(f"== {part}: {why}", flush=True)
-        write_report(records, page)
-    write_report(records, page)
-    print(f"report: {page}")
+    print(f"figures: {records / 'gpu.zip'}")
     sys.exit(1 if failed else 0)
 
 
@@ -160,65 +158,9 @@ def bounded(command: list[str], *, seconds: float) -> int:
 
 def versions() -> dict[str, str]:
     """Of what the figures depend on."""
-    names = ("torch", "triton", "transformers", "deepspeed")
-    found = {name: importlib.metadata.version(name) for name in names}
-    found |= {"python": platform.python_version(), "platform": platform.platform()}
-    if ON_GPU:
-        capability = ".".join(map(str, torch.cuda.get_device_capability()))
-        found |= {
-            "gpu": torch.cuda.get_device_name(),
-            "capability": capability,
-            "cuda": str(torch.version.cuda),
-            "cudnn": str(torch.backends.cudnn.version()),
-        }
-    return found
-
-
-def write_report(folder: Path, page: Path) -> None:
-    """The page from the figures that gpu.zip in a folder has."""
-    texts = {part: find("gpu", f"{part}.json", folder) for part in PARTS}
-    records = {part: json.loads(text) for part, text in texts.items() if text is not None}
-    if not records:
-        return
-    archive = os.path.relpath(folder / "gpu.zip", page.parent)
-    lines = ["# A GPU, measured", "", "`python -m benchmarks.gpu_hour`; random weights. Written by that command, from"]
-    lines += [f"the raw figures in [gpu.zip]({archive}).", ""]
-    told = {json.dumps(record.get("versions", {}), sort_keys=True) for record in records.values()}
-    lines += [", ".join(f"{name} {value}" for name, value in json.loads(text).items()) + "." for text in sorted(told)]
-    if any(record.get("small") for record in records.values()):
-        lines += ["", "**Tiny shapes (`--small`): these figures show that the parts work, and no speed.**"]
-    for part, record in records.items():
-        state = "" if record["done"] else " (not finished)"
-        lines += ["", f"## {PARTS[part][0]}{state}", "", f"Raw: `{part}.json`."]
-        lines += [f"\nLast call: {record['failure']}."] if "failure" in record else []
-        lines += table(record["figures"])
-    page.write_text("\n".join(lines) + "\n")
-
-
-def table(figures: dict[str, Any]) -> list[str]:
-    """Rows of figures; what is nested stands by its path."""
-    rows = [(name, path, value) for name, item in figures.items() for path, value in leaves(item)]
-    return [
-        "",
-        "| | figure | |",
-        "|---|---|---|",
-        *(f"| {name} | {path} | {shown(value)} |" for name, path, value in rows),
-    ]
-
-
-def leaves(item: Any, path: str = "") -> list[tuple[str, Any]]:
-    """Values of nested dicts and lists with their paths."""
-    if isinstance(item, dict):
-        return [leaf for key, value in item.items() for leaf in leaves(value, f"{path} {key}".strip())]
-    if isinstance(item, list) and item and isinstance(item[0], dict):
-        return [leaf for place, value in enumerate(item, 1) for leaf in leaves(value, f"{path} {place}".strip())]
-    return [(path, item)]
-
-
-def shown(value: Any) -> str:
-    """On one line of a table."""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "/").replace("\n", " ")[:300]
+    found = {name: importlib.metadata.version(name) for name in ("torch", "triton", "transformers", "deepspeed")}
+    found |= {"python": platform.python_version(), "platform": platform.platform(), **cuda_versions()}
+    return {**found, "gpu": torch.cuda.get_device_name()} if ON_GPU else found
 
 
 def parse() -> argparse.Namespace:
@@ -228,7 +170,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--redo", action="store_true", help="measure again what is done")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no part after them, and cut the last")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
-    parser.add_argument("--output", type=Path, help="folder of gpu.zip and gpu.md")
+    parser.add_argument("--output", type=Path, help="folder of gpu.zip")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

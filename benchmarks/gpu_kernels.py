@@ -1,12 +1,10 @@
-"""Parts of `benchmarks.gpu_hour` on kernels: those of a decoding step against float64, and torch's attention.
+"""The part of `benchmarks.gpu_hour` on kernels of a decoding step, against float64.
 
 On a CPU (`--small`) the Triton kernels run under the interpreter, which shows that the part works and no speed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.gpu_record import DEVICE, ON_GPU, Record, limits, seconds, synchronize
+from benchmarks.gpu_record import DEVICE, ON_GPU, Record, limits, seconds
 from hybrid_rlhf.generation import ops
-from hybrid_rlhf.models.packing.attention import varlen_attention
-from hybrid_rlhf.models.packing.rows import boundaries
 
 SHAPES = [(7, 128), (7, 64), (4, 80), (1, 96), (2, 256)]
 """Queries of a KV head, and head size."""
@@ -90,79 +86,3 @@ def _figures(run: Callable[[], Any], found: Tensor, exact: Tensor, moved: int, c
         "gb_per_second": speed,
         "share_of_copy": speed / copy,
     }
-
-
-def attention(record: Record, *, small: bool) -> None:
-    """Rows of 20 shapes that were never seen: SDPA with cuDNN on and off, and one varlen call; forward and backward."""
-    heads, kv_heads, d = (4, 2, 16) if small else (28, 4, 128)
-    generator = torch.Generator().manual_seed(0)
-    longest = 64 if small else 2048
-    shapes = [
-        (int(n), int(length))
-        for n, length in zip(
-            torch.randint(2, 9, (20,), generator=generator),
-            torch.randint(longest // 4, longest, (20,), generator=generator),
-            strict=True,
-        )
-    ]
-    for name, cudnn in (("SDPA, cuDNN off", False), ("SDPA, cuDNN on", True)):
-        record.measure(name, lambda c=cudnn: _fresh(shapes, lambda n, t: _sdpa(n, t, heads, kv_heads, d), cudnn=c))
-    if varlen_attention(DEVICE, DTYPE, d) is not None:
-        record.measure("varlen", lambda: _fresh(shapes, lambda n, t: _varlen(n, t, heads, kv_heads, d), cudnn=False))
-
-
-def _fresh(
-    shapes: list[tuple[int, int]], make: Callable[[int, int], Callable[[], None]], *, cudnn: bool
-) -> dict[str, float]:
-    """Milliseconds of the first and the second call at each shape, as sums."""
-    first, second = 0.0, 0.0
-    with _cudnn(cudnn):
-        make(1, 16)()
-        for rows, length in shapes:
-            run = make(rows, length)
-            took = []
-            for _ in range(2):
-                synchronize()
-                start = time.perf_counter()
-                run()
-                synchronize()
-                took.append(1e3 * (time.perf_counter() - start))
-            first, second = first + took[0], second + took[1]
-    return {"first_calls_ms": first, "second_calls_ms": second, "a_new_shape_costs_ms": (first - second) / len(shapes)}
-
-
-@contextlib.contextmanager
-def _cudnn(enabled: bool) -> Any:
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(enabled)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
-    return [torch.randn(shape).to(DEVICE, DTYPE).requires_grad_() for shape in shapes]
-
-
-def _sdpa(rows: int, length: int, heads: int, kv_heads: int, d: int) -> Callable[[], None]:
-    q, k, v = _leaves((rows, heads, length, d), (rows, kv_heads, length, d), (rows, kv_heads, length, d))
-
-    def run() -> None:
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        torch.autograd.grad(mixed.sum(), (q, k, v))
-
-    return run
-
-
-def _varlen(rows: int, length: int, heads: int, kv_heads: int, d: int) -> Callable[[], None]:
-    attend = varlen_attention(DEVICE, DTYPE, d)
-    assert attend is not None
-    q, k, v = _leaves((rows * length, heads, d), (rows * length, kv_heads, d), (rows * length, kv_heads, d))
-    ends = boundaries(torch.full((rows,), length, device=DEVICE))
-
-    def run() -> None:
-        mixed = attend(q, k, v, (ends, ends), (length, length), scale=None, window=None)
-        torch.autograd.grad(mixed.sum(), (q, k, v))
-
-    return run

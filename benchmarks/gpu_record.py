@@ -62,16 +62,16 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def seconds(function: Callable[[], Any], *, runs: int = 20, calls: int = 1) -> float:
-    """Median seconds of a call after two to warm up; `calls` are timed together."""
+def seconds(function: Callable[[], Any], *, runs: int = 20, calls: int = 1, warmup: int = 2) -> float:
+    """Median seconds of a call after some to warm up; `calls` are timed together."""
     times = []
-    for run in range(runs + 2):
+    for run in range(runs + warmup):
         synchronize()
         start = time.perf_counter()
         for _ in range(calls):
             function()
         synchronize()
-        if run >= 2:
+        if run >= warmup:
             times.append((time.perf_counter() - start) / calls)
     return statistics.median(times)
 

@@ -15,7 +15,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -32,15 +31,8 @@ from hybrid_rlhf.runtime.world import default_device, solo_world
 DEVICE = default_device()
 
 
-class HeadSizes(NamedTuple):
-    """What both sides compute: rows of a step and their tokens, and decoded tokens of as many prompts."""
-
-    rows: int
-    length: int
-    new_tokens: int
-
-
-SIZES = HeadSizes(4, 128, 32) if DEVICE.type == "cpu" else HeadSizes(32, 512, 128)
+ROWS, LENGTH, NEW_TOKENS = (4, 128, 32) if DEVICE.type == "cpu" else (32, 512, 128)
+"""Rows of a step and their tokens, and decoded tokens of as many prompts."""
 
 
 def main() -> None:
@@ -53,28 +45,23 @@ def main() -> None:
     path = resolve_model(given.model, world=solo_world(DEVICE))
     lm, _ = load_model(path, "causal_lm", config=ModelConfig(path=given.model), dtype=torch.bfloat16)
     lm.to(DEVICE)  # type: ignore[arg-type]
-    print(
-        f"{given.model}, {SIZES.rows} x {SIZES.length} tokens, {torch.get_num_threads()} threads, {DEVICE}, "
-        f"{torch.__version__}"
-    )
-    for name, value in measured(lm, SIZES, runs=given.runs).items():
+    print(f"{given.model}, {ROWS} x {LENGTH} tokens, {torch.get_num_threads()} threads, {DEVICE}, {torch.__version__}")
+    for name, value in measured(lm, runs=given.runs).items():
         print(f"{name}: {value:.4f}")
 
 
-def measured(lm: PreTrainedModel, sizes: HeadSizes, *, runs: int) -> dict[str, float]:
+def measured(lm: PreTrainedModel, *, runs: int) -> dict[str, float]:
     """Medians of both sides in seconds, medians of their paired ratios, and how far apart their log-probs are."""
     lm.train()
-    ids, mask = batch(sizes.rows, sizes.length, full=True)
+    ids, mask = batch(ROWS, LENGTH, full=True)
     ids %= lm.get_input_embeddings().num_embeddings
     policies, engines = {}, {}
     for name in ("float32", "model"):
         keep_float32_logits(lm, name == "float32")
         policies[name], engines[name] = Policy(lm), GenerationEngine.from_model(lm, stop_token_ids=())
-    prompts, sampling = ids[:, :16].tolist(), SamplingParams(max_new_tokens=sizes.new_tokens)
+    prompts, sampling = ids[:, :16].tolist(), SamplingParams(max_new_tokens=NEW_TOKENS)
     figures = compare("training step", lambda name: step(policies[name], ids, mask), runs)
-    figures |= compare(
-        f"decoding {sizes.new_tokens} tokens", lambda name: engines[name].generate(prompts, sampling), runs
-    )
+    figures |= compare(f"decoding {NEW_TOKENS} tokens", lambda name: engines[name].generate(prompts, sampling), runs)
     with torch.no_grad():
         found = {name: policy(ids, mask, mask)[0] for name, policy in policies.items()}
     apart = (found["float32"] - found["model"]).abs()[:, 1:]

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 from benchmarks import results
 from benchmarks.learning_tasks import write_rows
-from benchmarks.ppo_step import TEMPLATE
+from benchmarks.words import TEMPLATE
 from hybrid_rlhf import RL, SFT, PreferenceTuning, RewardModel
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.data.rows.embedded import write_demo_data

@@ -27,7 +27,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from benchmarks.ppo_step import TEMPLATE
+from benchmarks.words import TEMPLATE
 from hybrid_rlhf.data.rows.embedded import write_demo_data
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.runtime.world import solo_world

@@ -1,7 +1,7 @@
-"""The matrix products of a model's linear layers, alone: what a step on a CPU could take at the least.
+"""The matrix products of a model's linear layers, alone: what a step could take at the least.
 
-Each is timed in torch's own form (MKL) and in oneDNN's, which this project trains and generates with: which is faster
-depends on the processor and on the rows.
+On a CPU each is timed in torch's own form (MKL) and in oneDNN's, which this project trains and generates with: which is
+faster depends on the processor and on the rows.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class Products:
 
     def __init__(self, lm: PreTrainedModel, rows: int, *, outputs: int) -> None:
         """Take the weights of a model, and noise for up to `rows` tokens and `outputs` rows of the head."""
-        decoder = decoder_of(lm, world=solo_world(torch.device("cpu")), dtype=torch.float32)
-        assert decoder is not None, "a Llama has an inference layout"
         self._weights = []
         for layer in lm.model.layers:
             attention, mlp = layer.self_attn, layer.mlp
@@ -47,16 +45,23 @@ class Products:
             up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
             self._weights += [qkv, attention.o_proj.weight, up, mlp.down_proj.weight]
         self._head = lm.get_output_embeddings().weight
-        packed = decoder._weights
-        self._packed = [product for w in packed.layers for product in (w.qkv, w.o, w.up, w.down)]
-        self._packed_head = packed.head
-        self._noise = {width: torch.randn(rows, width) for w in self._weights for width in w.shape}
-        self._outputs = torch.randn(outputs, len(self._head))
+        self._noise = {width: torch.randn(rows, width, device=lm.device) for w in self._weights for width in w.shape}
+        self._outputs = torch.randn(outputs, len(self._head), device=lm.device)
+        self._forms = [self._plain]
+        self._backward_forms: list[Callable[[Tensor, Tensor], Tensor]] = [linear]
+        if lm.device.type == "cpu":
+            decoder = decoder_of(lm, world=solo_world(lm.device), dtype=torch.float32)
+            assert decoder is not None, "a Llama has an inference layout"
+            packed = decoder._weights
+            self._packed = [product for w in packed.layers for product in (w.qkv, w.o, w.up, w.down)]
+            self._packed_head = packed.head
+            self._forms.append(self._by_packed)
+            self._backward_forms.append(onednn_linear)
 
     def times(self, *, forward: Sizes, backward: Sizes = ()) -> Times:
         """Of passes one after the other; backward is two products for each: the input's gradient, and the weight's."""
-        there = [_timed(partial(form, forward)) for form in (self._plain, self._by_packed)]
-        back = [_timed(partial(self._backward, form, backward)) for form in (linear, onednn_linear)]
+        there = [_timed(partial(form, forward)) for form in self._forms]
+        back = [_timed(partial(self._backward, form, backward)) for form in self._backward_forms]
         return Times(there[0] + back[0], min(there) + min(back))
 
     def _plain(self, sizes: Sizes) -> None:
@@ -85,4 +90,6 @@ class Products:
 def _timed(function: Callable[[], None]) -> float:
     start = time.perf_counter()
     function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - start

@@ -34,17 +34,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -54,25 +50,17 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
+from benchmarks.in_turn import ROOT, InTurn, Side, add_shared_options, environment, versions_line, words, write_result
 from benchmarks.matrix_products import Products
-from hybrid_rlhf.data.chat.conversation import encode_prompt
+from benchmarks.words import embedded, make_prompts
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.models.pretrained.sources import quiet_transformers, resolve_model
-from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
-from hybrid_rlhf.runtime.world import solo_world
+from hybrid_rlhf.models.pretrained.sources import quiet_transformers
 
-ROOT = Path(__file__).resolve().parents[1]
-CPU = torch.device("cpu")
-STOP_TOKEN, PAD_TOKEN = "<repo_name>", "<|endoftext|>"
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 PHASES = ("generation", "weight_sync", "weight_check", "scoring", "training")
 LEARNING_RATE = 1e-6
+LIMIT, OURS, VLLM, TRL = "matrix products", "this project", "with vLLM", "TRL PPOTrainer"
 
 
 @dataclass(frozen=True)
@@ -90,55 +78,28 @@ class LengthLaw:
         return sum(self.longer)
 
 
-@dataclass
-class Side:
-    """What one side measured: a list holds a figure a step, peaks a figure a round."""
-
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[float] = field(default_factory=list)
-    mean_length: list[float] = field(default_factory=list)
-    unfinished: list[float] = field(default_factory=list)
-    peak_gib: list[float] = field(default_factory=list)
-    phases: dict[str, list[float]] = field(default_factory=dict)
-
-    @property
-    def speed(self) -> float:
-        """Real tokens a second, the median step's."""
-        return statistics.median(t / s for t, s in zip(self.tokens, self.seconds, strict=True))
-
-
 def main() -> None:
     """Make the folders, measure all sides in turn, print a table, write JSON."""
     options = parse()
     torch.set_num_threads(options.threads)
-    limit, ours, vllm, trl, versions = Side(), Side(), Side(), Side(), {}
+    given = {LIMIT: True, OURS: True, VLLM: options.vllm_python, TRL: options.trl_python}
+    sides, versions = {name: Side() for name, is_there in given.items() if is_there}, {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         law = prepare(folder, options)
         for number in range(options.rounds):
-            measure_limit(limit, folder, law, options)
-            measure_ours(ours, folder / f"ours_{number}", folder, options)
-            if options.vllm_python:
-                measure_ours(vllm, folder / f"vllm_{number}", folder, options, vllm_python=options.vllm_python)
-            if options.trl_python:
-                versions = measure_trl(trl, folder, options)
-    report(
-        options,
-        law,
-        limit,
-        ours,
-        vllm if options.vllm_python else None,
-        trl if options.trl_python else None,
-        versions,
-    )
+            measure_limit(sides[LIMIT], folder, law, options)
+            measure_ours(sides[OURS], folder / f"ours_{number}", folder, options)
+            if VLLM in sides:
+                measure_ours(sides[VLLM], folder / f"vllm_{number}", folder, options, vllm_python=options.vllm_python)
+            if TRL in sides:
+                versions = measure_trl(sides[TRL], folder, options)
+    report(options, law, sides, versions)
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> LengthLaw:
     """Folders actor and reward, each also as older transformers read it, and prompts.jsonl."""
-    path = resolve_model("embedded", world=solo_world(CPU))
-    tokenizer = load_tokenizer(path)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.eos_token, tokenizer.pad_token = STOP_TOKEN, PAD_TOKEN
+    path, tokenizer = embedded()
     generator = torch.Generator().manual_seed(options.seed)
     rows = make_prompts(
         tokenizer,
@@ -163,29 +124,6 @@ def prepare(folder: Path, options: argparse.Namespace) -> LengthLaw:
             tokenizer.save_pretrained(folder / role)
             older_copy(folder / role, folder / f"{role}_older")
     return law
-
-
-def plain_words(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Words of small letters that are one token behind a space."""
-    return sorted(w[1:] for w in tokenizer.get_vocab() if w[0] == "Ġ" and w[1:].isascii() and w[1:].islower())
-
-
-def make_prompts(
-    tokenizer: PreTrainedTokenizerBase, rows: int, *, tokens: int, generator: torch.Generator
-) -> list[dict[str, Any]]:
-    """Random words in a user's turn, `tokens` long with the template: as messages and as token ids."""
-    words = plain_words(tokenizer)
-    count = tokens - len(encode_prompt([{"role": "user", "content": ""}], tokenizer))
-    if count < 1:
-        raise SystemExit(f"--prompt_tokens {tokens} leaves no room for a word: raise it by {1 - count}")
-    found: list[dict[str, Any]] = []
-    while len(found) < rows:
-        chosen = torch.randint(len(words), (count,), generator=generator).tolist()
-        messages = [{"role": "user", "content": " ".join(words[i] for i in chosen)}]
-        ids = encode_prompt(messages, tokenizer)
-        if len(ids) == tokens:
-            found.append({"prompt": messages, "input_ids": ids})
-    return found
 
 
 @torch.inference_mode()
@@ -269,81 +207,46 @@ def measure_ours(
     file, metrics = output.with_suffix(".yaml"), output / "metrics.jsonl"
     file.write_text(json.dumps(config))  # JSON is YAML
 
-    def trained() -> bool:
-        return metrics.exists() and len(metrics.read_text().splitlines()) > total  # a line of step 0 comes first
-
     command = [sys.executable, str(ROOT / "training/step3_ppo/main.py"), "--config", str(file)]
-    side.peak_gib.append(peak_of(command, output.with_suffix(".log"), options, until=trained))
+    run = InTurn(
+        command,
+        log=output.with_suffix(".log"),
+        progress=metrics,
+        mark='"time/step_seconds"',
+        environment=environment(options.threads),
+    )
+    try:
+        for _ in range(total):
+            run.update()
+        run.finish()
+    finally:
+        run.kill()
+    side.peak_gib.append(run.peak_gib)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(total + 1)), "a line a step, from step 0"
     for before, line in list(zip(lines, lines[1:], strict=False))[options.warmup :]:
         length = line["completions/mean_length"]
-        seconds = line["time_seconds"] - before["time_seconds"]
-        side.seconds.append(seconds)
-        side.mean_length.append(length)
-        side.unfinished.append(line["completions/clipped_ratio"])
-        side.tokens.append(options.prompts_per_step * (options.prompt_tokens + length))
         parts = {name: line[f"time/{name}_seconds"] for name in PHASES}
-        for name, part in {**parts, "rest": seconds - sum(parts.values())}.items():
-            side.phases.setdefault(name, []).append(part)
+        parts["rest"] = line["time_seconds"] - before["time_seconds"] - sum(parts.values())
+        side.add(parts, tokens=options.prompts_per_step * (options.prompt_tokens + length), length=length)
+        side.unfinished.append(line["completions/clipped_ratio"])
     shutil.rmtree(output)  # it holds two models
-
-
-def peak_of(command: list[str], log: Path, options: argparse.Namespace, *, until: Callable[[], bool]) -> float:
-    """Run a command to its end; the most memory, in GiB, that was resident up to a moment."""
-    peak, watching = 0.0, True
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment(options), cwd=ROOT)
-        try:
-            while process.poll() is None:
-                if watching:
-                    peak = max(peak, peak_gib(process.pid))
-                    watching = not until()
-                time.sleep(0.2)
-        finally:
-            process.kill()
-            process.wait()
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-4000:]}")
-    return peak
-
-
-def peak_gib(process_id: int) -> float:
-    """The most that has been resident; 0 of a process that just ended."""
-    status = Path(f"/proc/{process_id}/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 2**20 if "VmHWM:" in status else 0.0
-
-
-def environment(options: argparse.Namespace) -> dict[str, str]:
-    """Of the measured processes: the CPU, and as many threads for each."""
-    threads = str(options.threads)
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
 
 
 def measure_trl(side: Side, folder: Path, options: argparse.Namespace) -> dict[str, str]:
     """TRL on the same folders, in its own environment; the versions of what ran."""
-    sizes = ("prompts_per_step", "new_tokens", "warmup", "steps", "threads", "seed")
-    command = [
-        options.trl_python,
-        str(ROOT / "benchmarks/peers/trl_ppo.py"),
-        "--actor",
-        str(folder / "actor_older"),
-        "--reward",
-        str(folder / "reward_older"),
-        "--prompts",
-        str(folder / "prompts.jsonl"),
-        "--lr",
-        str(LEARNING_RATE),
-        *(part for name in sizes for part in (f"--{name}", str(getattr(options, name)))),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(options), cwd=folder)
+    settings = {
+        "actor": folder / "actor_older",
+        "reward": folder / "reward_older",
+        "prompts": folder / "prompts.jsonl",
+        "lr": LEARNING_RATE,
+        **{
+            name: getattr(options, name)
+            for name in ("prompts_per_step", "new_tokens", "warmup", "steps", "threads", "seed")
+        },
+    }
+    command = [options.trl_python, str(ROOT / "benchmarks/peers/trl_ppo.py"), *words(settings)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(options.threads), cwd=folder)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     result = json.loads(done.stdout.splitlines()[-1])
@@ -371,35 +274,21 @@ def measure_limit(side: Side, folder: Path, law: LengthLaw, options: argparse.Na
         "scoring": products.times(forward=[language, scorer, scorer]).fastest,
         "training": products.times(forward=[language, scorer], backward=[language, scorer]).fastest,
     }
-    side.seconds.append(sum(parts.values()))
-    side.tokens.append(tokens)
-    side.mean_length.append(responses / prompts)
-    for name, seconds in parts.items():
-        side.phases.setdefault(name, []).append(seconds)
+    side.add(parts, tokens=tokens, length=responses / prompts)
 
 
-def report(
-    options: argparse.Namespace,
-    law: LengthLaw,
-    limit: Side,
-    ours: Side,
-    vllm: Side | None,
-    trl: Side | None,
-    versions: dict[str, str],
-) -> None:
+def report(options: argparse.Namespace, law: LengthLaw, sides: dict[str, Side], versions: dict[str, str]) -> None:
     """A table on the screen, and the same as JSON."""
+    limit, ours, vllm, trl = (sides.get(name, Side()) for name in (LIMIT, OURS, VLLM, TRL))
     print(
         f"SmolLM2-135M, four roles, {options.prompts_per_step} prompts of {options.prompt_tokens} tokens, up to "
         f"{options.new_tokens} new; float32, CPU, {options.threads} threads, torch {torch.__version__}, transformers "
         f"{transformers.__version__}; median of {len(ours.seconds)} steps in {options.rounds} processes"
     )
-    if trl:
-        print("TRL ran with " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    if versions:
+        print(versions_line(versions))
     print(f"length law: mean {law.mean:.1f} tokens, {law.unfinished:.0%} reach the limit")
-    sides = (("matrix products", limit), ("this project", ours), ("with vLLM", vllm), ("TRL PPOTrainer", trl))
-    for name, side in sides:
-        if side is None:
-            continue
+    for name, side in sides.items():
         line = (
             f"{name:16s} {side.speed:8.1f} tokens/s  {statistics.median(side.seconds):8.2f} s a step "
             f"({min(side.seconds):.2f} to {max(side.seconds):.2f})  {side.speed / limit.speed:5.0%} of the limit"
@@ -410,29 +299,16 @@ def report(
                 f"{statistics.mean(side.mean_length):.1f}, {statistics.mean(side.unfinished):.0%} reach the limit"
             )
         print(line)
-    if trl:
+    if versions:
         memory = statistics.median(trl.peak_gib) / statistics.median(ours.peak_gib)
         print(f"this project is {ours.speed / trl.speed:.2f} x as fast as TRL, which takes {memory:.2f} x its memory")
     whole = statistics.median(ours.seconds)
     for name, seconds in ours.phases.items():
         part = statistics.median(seconds)
         products = f"   products alone {statistics.median(limit.phases[name]):.2f} s" if name in limit.phases else ""
-        sampled = f"   with vLLM {statistics.median(vllm.phases[name]):.2f} s" if vllm else ""
+        sampled = f"   with vLLM {statistics.median(vllm.phases[name]):.2f} s" if VLLM in sides else ""
         print(f"  {name:10s} {part:8.2f} s  {part / whole:4.0%} of this project's step{products}{sampled}")
-    if options.json:
-        result = {
-            "options": vars(options),
-            "law": asdict(law),
-            "limit": asdict(limit),
-            "ours": asdict(ours),
-            "vllm": asdict(vllm) if vllm else None,
-            "trl": asdict(trl) if trl else None,
-            "platform": platform.platform(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "trl_versions": versions,
-        }
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options, versions, law=asdict(law), sides={name: asdict(side) for name, side in sides.items()})
 
 
 def parse() -> argparse.Namespace:
@@ -445,11 +321,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="steps of each process that are")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each side, in turn")
     parser.add_argument("--calibration", type=int, default=128, help="responses sampled to set the length law")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trl_python", help="python of an environment with TRL 0.24")
+    add_shared_options(parser, trl="0.24")
     parser.add_argument("--vllm_python", help="python of an environment with vLLM")
-    parser.add_argument("--json", help="file for the raw figures")
     return parser.parse_args()
 
 

@@ -34,7 +34,7 @@ import httpx2
 import psutil
 
 from hybrid_rlhf.cli.saved_models.loading import load_engine
-from hybrid_rlhf.configs.inference import ServeConfig
+from hybrid_rlhf.configs.inference import InferenceConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 
 CLIENTS, STREAMS, KINDS, PROMPT_TOKENS, MOST_TOKENS, TOP_K = 32, 400, 16, 64, 2048, 50
@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path, help="file to write")
     args = parser.parse_args()
-    engine, _ = load_engine(ServeConfig(path=args.model))
+    engine, _ = load_engine(InferenceConfig(path=args.model))
     result: dict[str, Any] = {}
     with server(args.model, CLIENTS) as (url, process):
         parts: dict[str, Callable[[], dict[str, Any]]] = {

@@ -1,7 +1,7 @@
 """SFT, reward training and DPO side by side: this project's commands, TRL's trainers, and the matrix products.
 
     python -m benchmarks.supervised_step                                # this project and the limit
-    python -m benchmarks.supervised_step --trl_python ENV/bin/python    # TRL 1.16 too, see peers/trl_supervised.py
+    python -m benchmarks.supervised_step --trl_python ENV/bin/python    # TRL 1.16 too, see peers/trl_trainers.py
 
 SmolLM2-135M in float32 on the CPU, all of it trained, updates of 8 rows or pairs. Lengths are even from --shortest to
 --longest tokens, by default so that about half of a padded batch is real; a quarter of each is the prompt. Both sides
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -33,13 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from benchmarks.in_turn import InTurn
-from benchmarks.learning_tasks import ROOT, write_rows
+from benchmarks.in_turn import ROOT, InTurn, add_shared_options, environment, words, write_result
+from benchmarks.learning_tasks import write_rows
 from benchmarks.matrix_products import Products, Times
-from benchmarks.ppo_step import CPU, PAD_TOKEN, environment, plain_words
+from benchmarks.words import PAD_TOKEN, plain_words
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sft import SFTConfig
@@ -107,21 +105,12 @@ def main() -> None:
             batches = peer_rows(task, folder, tokenizer, options)
             sides, versions = measure(task, batches, folder, options)
             results[task] = report(task, batches, sides, options)
-    if options.json:
-        told = {
-            "options": vars(options),
-            "platform": platform.platform(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "trl_versions": versions,
-            "tasks": results,
-        }
-        Path(options.json).write_text(json.dumps(told, indent=1) + "\n")
+    write_result(options, versions, tasks=results)
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> PreTrainedTokenizerBase:
     """Folders lm and scorer, and rows of text for each task."""
-    path = resolve_model("embedded", world=solo_world(CPU))
+    path = resolve_model("embedded", world=solo_world(torch.device("cpu")))
     tokenizer = load_tokenizer(path)
     tokenizer.chat_template = TEMPLATE
     tokenizer.pad_token = PAD_TOKEN  # transformers' scorer looks for the last token that is not this one
@@ -199,14 +188,14 @@ def peer_rows(
 ) -> list[list[dict[str, Any]]]:
     """The updates that this project will make, as rows of token ids; written for TRL, one after the other."""
     config = parse_config(TASKS[task].config, ["--config", str(config_of(task, folder / task, folder, options))])
-    world = solo_world(CPU)
+    world = solo_world(torch.device("cpu"))
     data = TASKS[task].load(config.data, tokenizer=tokenizer, seed=config.seed, world=world)
     loader = BatchLoader(
         data.train,
         global_batch_size=options.batch,
         world_rank=0,
         world_size=1,
-        micro_batches=config.train.micro_batches(CPU.type),
+        micro_batches=config.train.micro_batches("cpu"),
         seed=config.seed,
     )
     batches = [[peer_row(row) for micro in batch for row in micro if row is not None] for batch in loader.iterate(1)]
@@ -243,7 +232,7 @@ def measure(
     metrics, progress = folder / task / "metrics.jsonl", folder / f"{task}_trl.txt"
     loss = f"{'preference' if task == 'dpo' else task}/loss"
     config = config_of(task, metrics.parent, folder, options)
-    plain = environment(options)
+    plain = environment(options.threads)
     runs: dict[str, InTurn] = {}
     limits: list[Times] = []
     try:
@@ -268,7 +257,7 @@ def measure(
             run.kill()
     losses = {OURS: [row[loss] for row in map(json.loads, metrics.read_text().splitlines()) if loss in row]}
     if TRL in runs:
-        losses[TRL] = [float(text) for text in progress.read_text().split()]
+        losses[TRL] = [json.loads(line)["loss"] for line in progress.read_text().splitlines()]
     sides = {
         TORCH_PRODUCTS: Side([limit.torch for limit in limits]),
         FASTEST_PRODUCTS: Side([limit.fastest for limit in limits]),
@@ -298,28 +287,18 @@ def products_of(
 
 def peer_line(task: str, progress: Path, folder: Path, options: argparse.Namespace) -> list[str]:
     """TRL on the same rows."""
-    return [
-        options.trl_python,
-        str(ROOT / "benchmarks/peers/trl_supervised.py"),
-        "--task",
-        task,
-        "--model",
-        str(folder / TASKS[task].model),
-        "--rows",
-        str(folder / f"{task}_ids.jsonl"),
-        "--lr",
-        str(LEARNING_RATE),
-        "--progress",
-        str(progress),
-        "--steps",
-        str(options.steps),
-        "--batch",
-        str(options.batch),
-        "--max_length",
-        str(2 * options.longest),
-        "--threads",
-        str(options.threads),
-    ]
+    settings = {
+        "task": task,
+        "model": folder / TASKS[task].model,
+        "rows": folder / f"{task}_ids.jsonl",
+        "lr": LEARNING_RATE,
+        "progress": progress,
+        "steps": options.steps,
+        "batch": options.batch,
+        "max_length": 2 * options.longest,
+        "threads": options.threads,
+    }
+    return [options.trl_python, str(ROOT / "benchmarks/peers/trl_trainers.py"), *words(settings)]
 
 
 def report(
@@ -364,10 +343,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3, help="updates that are not measured")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trl_python", help="python of an environment with TRL 1.16")
-    parser.add_argument("--json", help="file for the raw figures")
+    add_shared_options(parser, trl="1.16")
     return parser.parse_args()
 
 

@@ -12,6 +12,7 @@ import yaml
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.commands.data import BlendConfig, CheckConfig, ConvertConfig, SplitConfig
+from hybrid_rlhf.configs.commands.port import PortConfig
 from hybrid_rlhf.configs.commands.replay import ReplayConfig
 from hybrid_rlhf.configs.inference import (
     ChatConfig,
@@ -49,6 +50,7 @@ COMMANDS = {
     **{"data check": CheckConfig, "data convert": ConvertConfig, "data split": SplitConfig, "data blend": BlendConfig},
     "train-server": TrainServerConfig,
     "calibrate": CalibrateConfig,
+    "port": PortConfig,
 }
 ITEMS = {
     "An item of `data.sources`": DataSource,

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from hybrid_rlhf.generation import GenerationEngine as GenerationEngine
     from hybrid_rlhf.loop.step import TrainResult as TrainResult
     from hybrid_rlhf.rl.algorithms import Algorithm as Algorithm
-    from hybrid_rlhf.rl.build import RL as RL
     from hybrid_rlhf.rl.environments import Environment as Environment
     from hybrid_rlhf.rl.parts import RLParts as RLParts
     from hybrid_rlhf.rl.parts import RLSession as RLSession
     from hybrid_rlhf.rl.types import Batch as Batch
     from hybrid_rlhf.rl.types import Rollout as Rollout
+    from hybrid_rlhf.rl_step import RL as RL
     from hybrid_rlhf.supervised.build import SFT as SFT
     from hybrid_rlhf.supervised.build import PreferenceTuning as PreferenceTuning
     from hybrid_rlhf.supervised.build import RewardModel as RewardModel
@@ -42,7 +42,7 @@ _MODULES = {
     "GenerationEngine": "generation",
     "PreferenceStepConfig": "configs.preference",
     "PreferenceTuning": "supervised.build",
-    "RL": "rl.build",
+    "RL": "rl_step",
     "RLConfig": "configs.rl",
     "RLParts": "rl.parts",
     "RLSession": "rl.parts",

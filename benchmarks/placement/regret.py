@@ -4,8 +4,9 @@
 
 Trials of results/placement.zip that ran the same step of a small random model under several placements, on two cores of
 a CPU, on one host and on two. The machines that ran them are gone, so the planner has the five numbers that
-`hybrid-rlhf calibrate` measured on another machine of two cores, and each of them halved and doubled. Series that the
-notes call busy measured the same step up to twice as slow within an hour; they are told apart.
+`hybrid-rlhf calibrate` measured on another machine of two cores, and each of them halved and doubled. Series that
+ran beside other work on the machine, in which the same step took up to twice as long within an hour, are reported
+separately.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _groups_of(name: str) -> Iterator[Group]:
         # some were measured twice
         trials = tuple(Trial(*plan, statistics.fmean(seconds)) for plan, seconds in measured.items())
         if len(trials) > 1:
-            yield Group(f"{name} {cable}".strip(), *sizes, trials, CABLES.get(cable, CPU))
+            yield Group(f"{name} {cable}".strip(), *sizes, trials, CABLES.get(cable, CPU))  # type: ignore[call-arg]
 
 
 def _family() -> Group:

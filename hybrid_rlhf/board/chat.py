@@ -21,6 +21,7 @@ from hybrid_rlhf.serving.text_stream import TextStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hybrid_rlhf.data.chat.messages import Tools
     from hybrid_rlhf.generation import GenerationEngine
     from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
     from hybrid_rlhf.serving.saved_scorer import SavedScorer
@@ -65,7 +66,12 @@ class Chats:
                 self._models.popitem()[1].close()
 
     async def answers(
-        self, paths: Sequence[str], messages: Messages, sampling: SamplingParams, reward: str | None
+        self,
+        paths: Sequence[str],
+        messages: Messages,
+        sampling: SamplingParams,
+        reward: str | None = None,
+        tools: Tools | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
         """Events of one answer per model, as they are sampled; all models are loaded and have the prompt on return.
 
@@ -76,7 +82,7 @@ class Chats:
         from hybrid_rlhf.generation.open_batch import PromptBatch  # torch is imported with the first model
 
         chosen = [models[path] for path in paths]
-        read, prompts = await asyncio.to_thread(_prompts, messages, chosen)
+        read, prompts = await asyncio.to_thread(_prompts, messages, chosen, tools)
         sampled: asyncio.Queue[tuple[int, list[StreamedToken]]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         submissions: list[tuple[ChatModel, Submission]] = []
@@ -114,7 +120,7 @@ class Chats:
             return models, self._scorer[1]
 
 
-def _prompts(messages: Messages, models: Sequence[ChatModel]) -> tuple[Messages, list[list[int]]]:
+def _prompts(messages: Messages, models: Sequence[ChatModel], tools: Tools | None) -> tuple[Messages, list[list[int]]]:
     """The conversation in the form that templates read, and its tokens for each model.
 
     Raises:
@@ -125,7 +131,7 @@ def _prompts(messages: Messages, models: Sequence[ChatModel]) -> tuple[Messages,
 
     read = read_conversation("messages", messages)
     with request_errors("messages"):
-        return read, [encode_prompt(read, model.tokenizer) for model in models]
+        return read, [encode_prompt(read, model.tokenizer, tools=tools) for model in models]
 
 
 def _cancel(submissions: Sequence[tuple[ChatModel, Submission]]) -> None:

@@ -6,6 +6,7 @@ and people agree, and are training data for `hybrid-rlhf reward`.
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import random
@@ -41,7 +42,12 @@ class ShownPair:
     completions: list[str]
     """Left and right."""
     sides: list[dict[str, Any]]
-    """`run` (its folder), `step`, `index` and `score` of each."""
+    """`run` (its folder), `step`, `index` and `score` of each; of a model, its path, and the place of the row in
+    `prompts`."""
+    columns: dict[str, Any]
+    """The other columns of the prompt's row, such as the expected answer; not shown before the judgement."""
+    prompts: str | None = None
+    """The data that two models were asked; None: recorded completions."""
 
 
 class Preferences:
@@ -51,25 +57,61 @@ class Preferences:
         """Take the folder of the file."""
         self.file = folder / PREFERENCES_FILE
         self._open: OrderedDict[str, ShownPair] = OrderedDict()
+        self._last: tuple[str, ShownPair, bytes] | None = None
+        """The newest judgement of this board: its pair, and its line in the file."""
         self._random = random.Random(secrets.randbits(64))  # nosec B311
         self._lock = threading.Lock()
 
     def next(self, sources: Sequence[Samples]) -> dict[str, Any]:
         """A pair to judge, of one run or of two runs; without a pair if no prompt has two completions."""
-        judged = {_places(row["shown"]) for row in self.read()}
+        judged = self._judged(None)
         prompts = _prompts_to_judge(sources)
         for _ in range(_TRIES if prompts else 0):
             pair = self._draw(sources, self._random.choice(prompts))
-            left, right = pair.completions
-            if left == right or _places(pair.sides) in judged:
-                continue
-            name = secrets.token_hex(8)
-            with self._lock:
-                self._open[name] = pair
-                while len(self._open) > _MOST_OPEN:
-                    self._open.popitem(last=False)
-            return {"pair": name, "prompt": pair.prompt, "left": left, "right": right}
+            if len(set(pair.completions)) == 2 and _places(pair.sides) not in judged:
+                return self.show(pair)
         return {"pair": None}
+
+    def unjudged(self, rows: int, models: Sequence[str], prompts: str) -> list[int]:
+        """The rows of data whose answers by two models have not been judged, in random order."""
+        judged = self._judged(prompts)
+        left = [row for row in range(rows) if frozenset((path, None, row) for path in models) not in judged]
+        self._random.shuffle(left)
+        return left
+
+    def shuffled(
+        self, prompt: list[dict[str, Any]], answers: Sequence[tuple[str, dict[str, Any]]], **more: Any
+    ) -> ShownPair:
+        """Two answers with their sides, in random order."""
+        drawn = self._random.sample(list(answers), 2)
+        return ShownPair(prompt, [text for text, _ in drawn], [side for _, side in drawn], **more)
+
+    def show(self, pair: ShownPair) -> dict[str, Any]:
+        """A pair as a client sees it, to be judged by its name."""
+        name = secrets.token_hex(8)
+        with self._lock:
+            return self._keep(name, pair)
+
+    def undo(self) -> dict[str, Any]:
+        """Take this board's newest judgement out of the file, and show its pair again.
+
+        Raises:
+            UserError: if there is none, or another board has appended one since.
+            OSError: if the file cannot be written.
+        """
+        with self._lock:
+            if self._last is None:
+                raise UserError("undo takes back the newest judgement of this board, there is none: judge a pair first")
+            name, pair, line = self._last
+            with self.file.open("r+b") as file:
+                start = file.seek(0, os.SEEK_END) - len(line)
+                file.seek(max(0, start))
+                if start < 0 or file.read() != line:
+                    raise UserError(f"undo takes back the last line of {self.file}, another board has appended to it")
+                file.truncate(start)
+                os.fsync(file.fileno())
+            self._last = None
+            return self._keep(name, pair)
 
     def judge(self, name: str, choice: str, who: str) -> int:
         """Append a judgement; return the number of judgements.
@@ -92,11 +134,14 @@ class Preferences:
                 "when_seconds": round(time.time(), 3),
                 "shown": pair.sides,
                 "choice": choice,
+                **({"columns": pair.columns} if pair.columns else {}),
+                **({"prompts": pair.prompts} if pair.prompts else {}),
             }
             line = json.dumps(row, allow_nan=False).encode() + b"\n"
             with self.file.open("ab", buffering=0) as file:
                 file.write(line)  # one write, as another board may also append
                 os.fsync(file.fileno())
+            self._last = name, pair, line
         return len(self.read())
 
     def read(self) -> list[dict[str, Any]]:
@@ -129,6 +174,8 @@ class Preferences:
             "by": dict(Counter(str(row.get("who", "")) for row in rows)),
             "agreement": float(np.mean(agrees)) if agrees else None,
             "pairs_file": str(self.file),
+            "can_undo": self._last is not None,
+            "user": _user_name(),
         }
 
     def write_pairs(self, file: Path) -> int:
@@ -151,11 +198,13 @@ class Preferences:
         """Two random completions of a prompt, in random order; one from each source if there are two."""
         drawn = list[tuple[str, dict[str, Any]]]()
         messages = list[dict[str, Any]]()
+        columns: Any = {}
         for source in sources:
             with source.index.view() as view:
                 picked = self._random.sample(view.rows_of_prompt(key).tolist(), 3 - len(sources))
                 for row, line in zip(picked, view.lines(picked), strict=True):
                     messages = prompt_messages(line)
+                    columns = line.get("columns")
                     side = {
                         "run": str(source.run.folder),
                         "step": line["step"],
@@ -163,8 +212,27 @@ class Preferences:
                         "score": finite(number(line.get("score"))),
                     }
                     drawn.append((str(line["completion"]), side))
-        self._random.shuffle(drawn)
-        return ShownPair(messages, [completion for completion, _ in drawn], [side for _, side in drawn])
+        return self.shuffled(messages, drawn, columns=columns if isinstance(columns, dict) else {})
+
+    def _judged(self, prompts: str | None) -> set[frozenset[tuple[Any, ...]]]:
+        """The pairs that have been judged: of data, or recorded ones."""
+        return {_places(row["shown"]) for row in self.read() if row.get("prompts") == prompts}
+
+    def _keep(self, name: str, pair: ShownPair) -> dict[str, Any]:
+        """A pair as a client sees it, open to be judged; under the lock."""
+        self._open[name] = pair
+        while len(self._open) > _MOST_OPEN:
+            self._open.popitem(last=False)
+        left, right = pair.completions
+        return {"pair": name, "prompt": pair.prompt, "left": left, "right": right}
+
+
+def _user_name() -> str:
+    """The user of the board; empty in a container whose user has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # OSError from Python 3.13 on
+        return ""
 
 
 def _prompts_to_judge(sources: Sequence[Samples]) -> list[str]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.help import wrapped
 from hybrid_rlhf.configs.sections.rules import nearest
 from hybrid_rlhf.runtime.command_line import user_errors
 from hybrid_rlhf.runtime.output import JSON_OPTION, json_output, print_result
@@ -25,6 +26,7 @@ COMMANDS = {
     "reward": ("reward", "Train a reward model"),
     "preference": ("preference", "Train on preferences without a reward model: DPO, KTO, ORPO, ..."),
     "rl": ("rl", "Train with reinforcement learning: PPO, GRPO, RLOO, ..."),
+    "port": ("porting.port", "Write a run of TRL, OpenRLHF, verl, LLaMA-Factory or axolotl as a configuration"),
     "data": ("data", "Check, convert, split and blend data files"),
     "chat": ("saved_models.chat", "Chat with a saved model, or two models side by side, in the terminal"),
     "generate": ("saved_models.generate", "Complete the prompts of a file"),
@@ -71,7 +73,11 @@ def _run(words: list[str], commands: Mapping[str, tuple[str, str]], prog: str) -
         print_result({"command": prog, "subcommands": about}, _usage(prog, about))
         return
     name, *rest = words
-    module, _ = commands[_chosen_name(name, commands, prog)]
+    if name not in commands:
+        nearest_name = nearest(name, commands)
+        near = "" if nearest_name is None else f"the nearest is {nearest_name}; "
+        raise UserError(f"unknown command {name!r}: {near}{prog} --help lists all")
+    module, _ = commands[name]
     prog = f"{prog} {name}"
     if module in SUBCOMMANDS:
         _run(rest, SUBCOMMANDS[module], prog)
@@ -79,28 +85,19 @@ def _run(words: list[str], commands: Mapping[str, tuple[str, str]], prog: str) -
         import_module(f"hybrid_rlhf.cli.{module}").main(rest, prog=prog)
 
 
-def _chosen_name(word: str, names: Iterable[str], prog: str) -> str:
-    """Return a word of the command line if it is one of the names.
-
-    Raises:
-        UserError: with the nearest name, if it is none of them.
-    """
-    known = list(names)
-    if word not in known:
-        nearest_name = nearest(word, known)
-        near = "" if nearest_name is None else f"the nearest is {nearest_name}; "
-        raise UserError(f"unknown command {word!r}: {near}{prog} --help lists all")
-    return word
-
-
 def _usage(prog: str, about: Mapping[str, str]) -> str:
     """The usage of the program or of a command with subcommands, with a line for each."""
     what = "COMMAND" if prog == PROGRAM else "SUBCOMMAND"
     width = max(map(len, about))
+    rest = " " * (width + 4)
+
+    def entries(texts: Mapping[str, str]) -> list[str]:
+        return [line for name, text in texts.items() for line in wrapped(text, f"  {name:{width}}  ", rest)]
+
     lines = [
         f"usage: {prog} {what} [--config FILE.yaml] [--KEY VALUE ...]",
         "",
-        *(f"  {name:{width}}  {text}" for name, text in about.items()),
+        *entries(about),
         "",
         f"`{prog} {what} --help` lists the keys with their types, units and defaults.",
     ]
@@ -108,8 +105,12 @@ def _usage(prog: str, about: Mapping[str, str]) -> str:
         lines += [
             "",
             "options:",
-            f"  {'--version':{width}}  Print the version",
-            f"  {JSON_OPTION:{width}}  Every command: print results and errors as JSON, everything else to stderr",
+            *entries(
+                {
+                    "--version": "Print the version",
+                    JSON_OPTION: "Every command: print results and errors as JSON, everything else to stderr",
+                }
+            ),
         ]
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from hybrid_rlhf.runtime.command_line import command
 def main(config: RLConfig) -> None:
     """Run the step, and print its run."""
     from hybrid_rlhf.cli.train import print_run
-    from hybrid_rlhf.rl.build import run_rl
+    from hybrid_rlhf.rl_step import run_rl
 
     run_rl(config)
     print_run(config.output_dir)

@@ -25,8 +25,9 @@ from hybrid_rlhf.configs.pipeline import (
     has_model,
     step_config,
 )
-from hybrid_rlhf.configs.sections.placement import RolePlacements, is_automatic
+from hybrid_rlhf.configs.sections.placement import is_automatic
 from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.training import HALVED_FILE
 from hybrid_rlhf.runtime.command_line import (
     INTERRUPTED_EXIT_CODE,
     PACKAGE,
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         from hybrid_rlhf.cli.runs.checks import check_steps
 
         check_placement(steps, config)
-        starting = {name: steps[name] for name in config.step_names if not _is_done(steps[name])}
+        starting = {name: steps[name] for name in config.step_names if not _is_done(name, steps[name])}
         if starting:
             require_folder(config)
         check_steps(starting, log=Path(config.output_dir) / "logs" / f"{FOLDERS['rl']}.log")
@@ -137,8 +138,7 @@ def require_folder(config: PipelineConfig) -> None:
 def check_seeds(steps: dict[str, Any]) -> None:
     """Check that steps that share a split have one seed: splits are disjoint only if every step shuffles rows alike."""
     seeds = {name: step.seed for name, step in steps.items() if step.data.split is not None}
-    if len(set(seeds.values())) > 1:
-        raise UserError(f"steps that share data.split need one seed, got {seeds}: give --seed")
+    require(len({*seeds.values()}) < 2, f"steps that share data.split need one seed, got {seeds}: give --seed")
 
 
 def check_models(steps: dict[str, Any], config: PipelineConfig) -> None:
@@ -159,12 +159,7 @@ def check_ranks(config: PipelineConfig) -> None:
     """Raise UserError unless the hostfile can be read, and the ranks that the placement of RL names will start."""
     processes, source = process_count(config.launcher)
     placement = config.rl.placement
-    if (
-        "rl" not in config.step_names
-        or processes is None
-        or not config.starts_steps
-        or not isinstance(placement, RolePlacements)
-    ):
+    if "rl" not in config.step_names or processes is None or not config.starts_steps or placement is None:
         return
     for name, role in placement.roles.items():
         require(
@@ -219,7 +214,7 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
         SystemExit: with the exit code of the step if it fails.
     """
     folder = Path(step.output_dir)
-    if _is_done(step):
+    if _is_done(name, step):
         print(f"== {name}: already finished in {folder}, skipped", flush=True)
         return
     logs = Path(config.output_dir) / "logs"
@@ -228,7 +223,8 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
     log = logs / f"{FOLDERS[name]}.log"
     command = [*launcher(config.launcher), f"hybrid_rlhf.cli.{name}", "--config", str(settings)]
     start = time.monotonic()
-    for attempt in range(config.launcher.restarts + 1):
+    attempt, is_halved = 0, (folder / HALVED_FILE).exists()
+    while True:
         if _resumes(folder, step.resume):
             print(f"== {name}: resuming the unfinished run in {folder}", flush=True)
             step = replace(step, resume="auto")
@@ -242,11 +238,16 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
             from hybrid_rlhf.runtime.liveness.watchdog import EXIT_CODE
 
             end = replace(end, code=EXIT_CODE)
+        if (folder / HALVED_FILE).exists() and not is_halved:
+            is_halved = True
+            print(f"== {name}: starting again with smaller micro-batches", flush=True)
+            continue
         if not _may_restart(end) or attempt == config.launcher.restarts:
             break
         error = "" if end.first_error is None else f" ({end.first_error.strip()})"
         print(f"== {name}: ended with exit code {end.code}{error}", flush=True)
-        print(f"== {name}: restart {attempt + 1} of {config.launcher.restarts}", flush=True)
+        attempt += 1
+        print(f"== {name}: restart {attempt} of {config.launcher.restarts}", flush=True)
     if end.code == STOPPED_EXIT_CODE:
         print(f"== {name}: stopped; run the same command to resume", flush=True)
         sys.exit(end.code)
@@ -262,8 +263,14 @@ def _may_restart(end: CommandEnd) -> bool:
 
 def _fail(name: str, end: CommandEnd, command: Sequence[str], log: Path) -> NoReturn:
     """Report a step that failed, and end with its exit code; that of a user's mistake is 2 under every launcher."""
+    from hybrid_rlhf.cli.runs.checks import step_keys
+
     mistake = end.user_error is not None
-    error = f"step {name}: {end.user_error}" if mistake else f"step {name} failed with exit code {end.code}"
+    error = (
+        f"step {name}: {step_keys(end.user_error or '', name)}"
+        if mistake
+        else f"step {name} failed with exit code {end.code}"
+    )
     if wants_json():
         print_document({"error": error, "log": log})
     print(f"\nerror: {error}" + ("" if mistake else f": {' '.join(command)}"), file=sys.stderr)
@@ -290,17 +297,17 @@ def _resumes(folder: Path, resume: str) -> bool:
     return started or resume in ("never", "auto")
 
 
-def _is_done(step: Any) -> bool:
+def _is_done(name: str, step: Any) -> bool:
     """Return True if a step is finished and need not start.
 
     Raises:
         UserError: if its folder contains a run with other settings.
     """
     folder = Path(step.output_dir)
-    changed = changed_settings(step)
-    if changed:
-        raise UserError(
-            f"{folder} contains a run with other settings ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)}): "
-            "remove the folder, or set another --output_dir"
-        )
+    changed = [f"{name}.{key}" for key in changed_settings(step)]
+    require(
+        not changed,
+        f"{folder} contains a run with other settings ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)}): "
+        "remove the folder, or set another --output_dir",
+    )
     return (folder / "finished.json").exists()

@@ -116,7 +116,7 @@ class PipelineConfig(Settings):
 STEPS: dict[str, type] = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceStepConfig, "rl": RLConfig}
 """The config of each step."""
 MACHINES = ("b200", "h200", "h100", "a100", "a100-40g", "a800", "l40s", "a10g", "4090", "3090", "mi300x")
-"""With data sheets (planning/machines/datasheets.py)."""
+"""With data sheets (planning/machine.py)."""
 
 
 class DemoConfig(PipelineConfig):
@@ -171,14 +171,8 @@ class CalibrateConfig(Settings):
 def step_config(name: str, config: PipelineConfig) -> Any:
     """The config of a step, completed with the paths and data of the pipeline."""
     step: Any = getattr(config, name)
-    data = step.data
-    if not data.sources:
-        data = replace(data, sources=config.data.sources, split=data.split or config.data.split)
-    data = replace(
-        data,
-        chat_template=data.chat_template or config.data.chat_template,
-        chat_template_kwargs=data.chat_template_kwargs or config.data.chat_template_kwargs,
-    )
+    shared = ["chat_template", "chat_template_kwargs", *([] if step.data.sources else ["sources", "split"])]
+    data = replace(step.data, **{name: getattr(step.data, name) or getattr(config.data, name) for name in shared})
     seed = step.seed if config.seed is None else config.seed
     model = replace(step.model, path=step.model.path or config.start(name))
     step = replace(step, output_dir=config.folder(name), data=data, seed=seed, model=model)

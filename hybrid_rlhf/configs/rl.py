@@ -17,7 +17,7 @@ from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
 from hybrid_rlhf.configs.sections.placement import (
     ROLES,
-    PlacementConfig,
+    RolePlacements,
     has_separate_sampler,
     is_automatic,
     read_placement,
@@ -25,6 +25,7 @@ from hybrid_rlhf.configs.sections.placement import (
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import (
+    Count,
     Natural,
     NonNegative,
     Positive,
@@ -152,9 +153,12 @@ class RLFaultsConfig(FaultsConfig):
     """Which faults end a run."""
 
     max_logprob_diff: Positive | None = advanced(None)
-    """Largest allowed difference in nats between log-probs of the sampler and of training, on fixed tokens after each
-    weight sync and on average over a rollout with current weights; the run stops if it is exceeded. null: 0.002 in
-    float32, 0.1 in lower precision, 0.5 quantised, more if logits are large."""
+    """Largest allowed difference in nats between log-probs of the sampler and of training, on fixed tokens after a
+    weight sync (`weight_check_every`) and on average over a rollout with current weights; the run stops if it is
+    exceeded. null: 0.002 in float32, 0.1 in lower precision, 0.5 quantised, more if logits are large."""
+    weight_check_every: Count = advanced(8)
+    """Number of weight syncs of which one compares the inference weights with the training forward; the first two syncs
+    of a run, and of its resumption, are always compared. With vLLM: every sync."""
     check_weights: bool = advanced(False)
     """Compare checksums of all weights that a sampler on separate ranks (placement) receives, in each weight sync; the
     first two syncs are always compared."""
@@ -183,6 +187,7 @@ class RLConfig(StepConfig):
             ),
             "rollout.max_lag is the number of steps by which sampling may be ahead, see docs/lag.md",
         ),
+        "train.global_batch_size": "give rollout.prompts_per_step and algorithm.mini_batches",
         "rollout.streaming.recompute_kv": "it is rollout.recompute_kv",
     }
 
@@ -198,7 +203,7 @@ class RLConfig(StepConfig):
     environment: EnvironmentConfig | None = None
     rollout: RolloutConfig = section()
     ptx: PtxConfig | None = None
-    placement: PlacementConfig | None = setting(None, mutable=True, read=read_placement)
+    placement: RolePlacements | None = setting(None, mutable=True, read=read_placement)
     """Ranks of each role (docs/placement.md): flattening (all roles on all ranks), interleaving (reference and reward
     models on disjoint ranks), separation (sampler and frozen models on separate ranks), ranks by role, such as
     {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (chosen by the planner, after hybrid-rlhf calibrate). null:
@@ -265,28 +270,26 @@ class RLConfig(StepConfig):
         endpoint = self.rollout.endpoint
         if environment is None:
             return
-        if environment.path is not None:
+        require(
+            environment.path is None or endpoint is None,
+            f"rollout.endpoint is for programs, got environment.path {environment.path}: leave one out",
+        )
+        if environment.path is None and environment.program is None:
+            if endpoint is None:
+                raise UserError(
+                    "environment.path must be module:Class or path/to/file.py:Class, got None: give the class, "
+                    "environment.program, or --rollout.endpoint true"
+                )
             require(
-                endpoint is None,
-                f"rollout.endpoint is for programs, got environment.path {environment.path}: leave one out",
-            )
-        else:
-            has_program = environment.program is not None
-            require(
-                has_program or endpoint is not None,
-                "environment.path must be module:Class or path/to/file.py:Class, got None: give the class, "
-                "environment.program, or --rollout.endpoint true",
-            )
-            require(
-                has_program or endpoint is None or is_own_host(endpoint.host) or endpoint.api_key is not None,
+                is_own_host(endpoint.host) or endpoint.api_key is not None,
                 "rollout.endpoint.api_key must be given where other machines connect, got none with "
-                f"rollout.endpoint.host {endpoint and endpoint.host}: give ${{NAME}} of an environment variable",
+                f"rollout.endpoint.host {endpoint.host}: give ${{NAME}} of an environment variable",
             )
-            require(
-                self.algorithm.takes_sequences,
-                f"a program has episodes of several sequences, got algorithm {self.algorithm.name}, which counts "
-                "completions: give another, such as grpo",
-            )
+        require(
+            environment.path is not None or self.algorithm.takes_sequences,
+            f"a program has episodes of several sequences, got algorithm {self.algorithm.name}, which counts "
+            "completions: give another, such as grpo",
+        )
 
     def _check_sampler(self) -> None:
         """Check where completions are sampled, and with which weights; those of other weights get a correction."""
@@ -301,6 +304,11 @@ class RLConfig(StepConfig):
             rollout.backend != "vllm" or self._samples_on_actor,
             "rollout.backend vllm samples in processes of its own, got placement "
             f"{self._given_placement}: leave the sampler out of it",
+        )
+        require(
+            not (rollout.samples_otherwise and self.algorithm.reads_sampler),
+            "algorithm.old_logprobs sampler needs a sampler with the weights and arithmetic of training, got "
+            "rollout.max_lag, rollout.quantization, vLLM or a grammar: leave one out",
         )
         if rollout.samples_otherwise and not self.algorithm.allows_other_sampler:
             if not isinstance(self.algorithm, PolicyGradientConfig):

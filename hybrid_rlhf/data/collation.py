@@ -7,7 +7,7 @@ Shapes: B rows, N sequences (a prompt with one completion), P pairs, L labels, T
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -15,14 +15,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hybrid_rlhf.data.packing import row_sequences
+from hybrid_rlhf.functional.transfers import moved
 
 
 class _Batch:
     """A dataclass of tensors."""
 
-    def to(self, device: torch.device) -> Self:
-        """Move the batch to a device."""
-        return type(self)(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})  # type: ignore[arg-type]
+    def for_loss(self, device: torch.device) -> Self:
+        """The batch with the tensors that losses read on a device; what models read stays on the host."""
+        read = {name: tensor for name, tensor in vars(self).items() if name not in ("input_ids", "attention_mask")}
+        return type(self)(**(vars(self) | moved(read, device)))
 
 
 @dataclass(frozen=True)
@@ -190,12 +192,10 @@ def _loss_mask(rows: Sequence[Sequence[bool]]) -> Tensor:
     return mask
 
 
-def padded(
-    rows: Sequence[Sequence[int]], pad_token_id: int, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor]:
+def padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Token ids [B, T] and the mask of tokens that are not padding."""
     ids = pad_sequence(
         [torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=pad_token_id
     )
     lengths = torch.tensor([len(row) for row in rows])
-    return ids.to(device), (torch.arange(ids.shape[1]) < lengths[:, None]).to(device)
+    return ids, torch.arange(ids.shape[1]) < lengths[:, None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os.path
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -25,24 +26,30 @@ from hybrid_rlhf.data.chat.conversation import (
     encode_text,
     head_tokens,
 )
-from hybrid_rlhf.data.chat.messages import Message, Tools, continued_turn
+from hybrid_rlhf.data.chat.messages import continued_turn
 from hybrid_rlhf.data.chat.template import has_value
 from hybrid_rlhf.data.chat.unrendered import EARLIER_TURNS, refused, unrendered
 from hybrid_rlhf.data.rows.files import Row, json_value
 from hybrid_rlhf.data.rows.formats import (
     ConversationRow,
+    LabelledRow,
+    PreferenceRow,
     read_labelled_row,
     read_preference_row,
     read_prompt_row,
     read_sft_row,
 )
 
+EncodedRows = list[dict[str, Any]]
+"""Rows of columns, encoded from one row of a source."""
+Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], EncodedRows]
+"""From the location of a row, the row, the tokenizer and the length limit."""
 _MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "responses")
 
 
 def encode_conversation_row(
     location: str, record: ConversationRow, tokenizer: PreTrainedTokenizerBase, limit: int
-) -> list[dict[str, Any]]:
+) -> EncodedRows:
     """Encode a conversation, truncated on the right; several rows if its turns cannot share one. A row is unusable if
     no token with loss remains."""
     try:
@@ -78,17 +85,15 @@ def encode_conversation_row(
     ]
 
 
-def encode_sft_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
+def encode_sft_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> EncodedRows:
     """Encode a row for SFT; see `encode_conversation_row`."""
     return encode_conversation_row(location, read_sft_row(location, row), tokenizer, limit)
 
 
-def encode_preference_row(
-    location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int
-) -> list[dict[str, Any]]:
+def encode_preference_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> EncodedRows:
     """Encode completions of one prompt and the preferences between them."""
     record = read_preference_row(location, row)
-    columns = _encode_completions(location, record.prompt, record.completions, tokenizer, limit, record.tools)
+    columns = _encode_completions(location, record, tokenizer, limit)
     sequences = columns["responses"]
     # Completions that differ only in truncated tokens carry no preference.
     usable = all(sequences[chosen] != sequences[rejected] for chosen, rejected in record.pairs)
@@ -96,30 +101,24 @@ def encode_preference_row(
     return [columns | pairs | {"usable": usable and columns["usable"]}]
 
 
-def encode_labelled_row(
-    location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int
-) -> list[dict[str, Any]]:
+def encode_labelled_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> EncodedRows:
     """Encode completions of one prompt, each labelled as desirable or not."""
     record = read_labelled_row(location, row)
-    columns = _encode_completions(location, record.prompt, record.completions, tokenizer, limit, record.tools)
+    columns = _encode_completions(location, record, tokenizer, limit)
     return [columns | {"labels": record.labels}]
 
 
 def _encode_completions(
-    location: str,
-    prompt: list[Message],
-    completions: list[list[Message]],
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    tools: Tools | None,
+    location: str, record: PreferenceRow | LabelledRow, tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> dict[str, Any]:
     """Truncate the shared prompt after its head (BOS and the system turn), so that completions stay complete; truncate
     a completion that exceeds the limit by itself on the right. Without completions, as in a tie, a row is unusable."""
-    if not completions:
+    prompt, tools = record.prompt, record.tools
+    if not record.completions:
         empty = {"responses": [], "masks": [], "length": 0, "full_length": 0, "tokens": 0, "padded_tokens": 0}
         return {**empty, "cut": False, "usable": False, "ignored": "[]"}
     try:
-        rows = [completion_rows(prompt, completion, tokenizer, tools=tools) for completion in completions]
+        rows = [completion_rows(prompt, completion, tokenizer, tools=tools) for completion in record.completions]
         encoded = [of_completion[-1] for of_completion in rows]
         ignored = [
             unrendered(
@@ -129,7 +128,7 @@ def _encode_completions(
                 learn_from=len(prompt),
                 continued=continued_turn(prompt, completion),
             )
-            for completion in completions
+            for completion in record.completions
         ]
         full_length = max(len(sequence.input_ids) for sequence in encoded)
         cut = full_length > limit
@@ -138,10 +137,9 @@ def _encode_completions(
         raise UserError(f"{location}: {error}") from error
     sequences = [sequence.input_ids for sequence in encoded]
     masks = [sequence.loss_mask for sequence in encoded]
-    shared = min(
-        len(os.path.commonprefix(sequences)), *(mask.index(True) if any(mask) else len(mask) for mask in masks)
-    )
     if cut:
+        starts = [mask.index(True) if any(mask) else len(mask) for mask in masks]
+        shared = min(len(os.path.commonprefix(sequences)), *starts)
         head = min(head, shared)
         surplus = min(shared - head, full_length - limit)
         sequences = [(ids[:head] + ids[head + surplus :])[:limit] for ids in sequences]
@@ -162,7 +160,7 @@ def _encode_completions(
     }
 
 
-def encode_prompt_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
+def encode_prompt_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> EncodedRows:
     """Encode a prompt, truncated between its head (BOS and the system turn) and its end, which has the user's request.
     It is unusable if the head alone reaches the limit."""
     record = read_prompt_row(location, row)

@@ -106,73 +106,16 @@ def require_batch(rows: int, global_batch_size: int, size_key: str = BATCH_SIZE_
         )
 
 
-class GlobalBatchSampler:
-    """Yields the row indices of each global batch in a seeded order; its position can be saved and restored."""
-
-    def __init__(
-        self,
-        rows: int,
-        *,
-        global_batch_size: int,
-        seed: int,
-        shuffle: bool = True,
-        drop_last: bool = True,
-        size_key: str = BATCH_SIZE_KEY,
-    ) -> None:
-        if drop_last:
-            require_batch(rows, global_batch_size, size_key)
-        self._rows = rows
-        self._size = global_batch_size
-        self._seed = seed
-        self._shuffle = shuffle
-        self.steps_per_epoch = rows // global_batch_size if drop_last else -(-rows // global_batch_size)
-        self.epoch = 0
-        self.position = 0
-        """Number of batches of this epoch that have been yielded."""
-
-    def iterate(self, max_epochs: int | None = None) -> Iterator[list[int]]:
-        """Yield batches from the current position to the end of the last epoch, endlessly if that is None."""
-        while max_epochs is None or self.epoch < max_epochs:
-            order = np.arange(self._rows)
-            if self._shuffle:
-                order = np.random.default_rng([self._seed, self.epoch]).permutation(self._rows)
-            while self.position < self.steps_per_epoch:
-                start = self.position * self._size
-                self.position += 1
-                yield order[start : start + self._size].tolist()
-            self.epoch = self.epoch + 1
-            self.position = 0
-
-    def upcoming(self, batches: int) -> list[int]:
-        """The distinct rows of the next `batches` batches, in the order of their first use."""
-        lookahead = copy(self)
-        upcoming = dict[int, None]()
-        for rows in islice(lookahead.iterate(), batches):
-            upcoming |= dict.fromkeys(rows)
-            if len(upcoming) == self._rows:
-                break
-        return list(upcoming)
-
-    def state_dict(self) -> dict[str, int]:
-        """The position, for a checkpoint."""
-        return {"epoch": self.epoch, "position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore the position from a checkpoint."""
-        self.epoch = state["epoch"]
-        self.position = state["position"]
-
-
 class RowStream:
     """The row indices of a data set, in a new seeded order in each epoch, taken in any number at a time.
 
     It ends after `epochs`; with None it does not.
     """
 
-    def __init__(self, rows: int, *, epochs: int | None, seed: int) -> None:
+    def __init__(self, rows: int, *, epochs: float | None, seed: int) -> None:
         self._rows = rows
         self._seed = seed
-        self._all = sys.maxsize if epochs is None else rows * epochs
+        self._all = sys.maxsize if epochs is None else int(rows * epochs)
         self._order: tuple[int, list[int]] = (-1, [])
         self.taken = 0
         """Number of rows taken so far, over all epochs."""
@@ -205,7 +148,10 @@ class RowStream:
 
 
 class BatchLoader:
-    """Yields the micro-batches of this rank in each global batch."""
+    """Yields the micro-batches of this rank in each global batch; its position can be saved and restored.
+
+    Rows are in a seeded order that is new in each epoch, without an incomplete last batch.
+    """
 
     def __init__(
         self,
@@ -216,8 +162,7 @@ class BatchLoader:
         world_size: int,
         micro_batches: MicroBatches,
         seed: int,
-        shuffle: bool = True,
-        drop_last: bool = True,
+        in_order: bool = False,
         size_key: str = BATCH_SIZE_KEY,
     ) -> None:
         """Plan the batches from the column `length`, or `tokens` if rows contain several sequences, or `padded_tokens`
@@ -230,60 +175,78 @@ class BatchLoader:
             world_size: number of ranks over which a batch is sharded.
             micro_batches: size of the micro-batches.
             seed: seed of the order.
-            shuffle: use a new order in each epoch.
-            drop_last: omit an incomplete last batch; otherwise it is padded with None rows.
+            in_order: yield all rows in their order; an incomplete last batch is padded with None rows.
             size_key: the setting that determines the size of a batch.
 
         Raises:
             UserError: if there is no complete batch.
         """
+        rows = len(dataset)
+        if not in_order:
+            require_batch(rows, global_batch_size, size_key)
         self._dataset = dataset
         columns = ["padded_tokens"] * micro_batches.padded + ["tokens", "length"]
         self._lengths = column_array(dataset, next(name for name in columns if name in dataset.column_names)).tolist()
         self._rank = world_rank
         self._ranks = world_size
         self._micro_batches = micro_batches
-        self._global_batch_size = global_batch_size
+        self._rows = rows
+        self._size = global_batch_size
         self._size_key = size_key
-        self.batches = GlobalBatchSampler(
-            len(dataset),
-            global_batch_size=global_batch_size,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            size_key=size_key,
-        )
+        self._seed = seed
+        self._in_order = in_order
+        self.steps_per_epoch = -(-rows // global_batch_size) if in_order else rows // global_batch_size
+        self.epoch = 0
+        self.position = 0
+        """Number of batches of this epoch that have been yielded."""
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of global batches per epoch."""
-        return self.batches.steps_per_epoch
+    def row_batches(self, max_epochs: int | None = None) -> Iterator[list[int]]:
+        """Yield the row indices of each global batch from the current position to the end of the last epoch, endlessly
+        if that is None."""
+        while max_epochs is None or self.epoch < max_epochs:
+            chance = np.random.default_rng([self._seed, self.epoch])
+            order = np.arange(self._rows) if self._in_order else chance.permutation(self._rows)
+            while self.position < self.steps_per_epoch:
+                start = self.position * self._size
+                self.position += 1
+                yield order[start : start + self._size].tolist()
+            self.epoch = self.epoch + 1
+            self.position = 0
+
+    def upcoming(self, batches: int) -> list[int]:
+        """The distinct rows of the next `batches` batches, in the order of their first use."""
+        lookahead = copy(self)
+        upcoming = dict[int, None]()
+        for rows in islice(lookahead.row_batches(), batches):
+            upcoming |= dict.fromkeys(rows)
+            if len(upcoming) == self._rows:
+                break
+        return list(upcoming)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, for a checkpoint."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore the position from a checkpoint."""
+        self.epoch = state["epoch"]
+        self.position = state["position"]
 
     def few_updates_text(self) -> str:
         """A warning that an epoch has fewer updates than most data sets need, with the batch size that gives more;
         empty if it has enough."""
         steps = self.steps_per_epoch
-        rows = len(self._lengths)
-        size = self._global_batch_size
-        if steps >= FEW_UPDATES or size == 1:
+        if steps >= FEW_UPDATES or self._size == 1:
             return ""
-        smaller = max(1, rows // FEW_UPDATES)
+        smaller = max(1, self._rows // FEW_UPDATES)
         return (
-            f"an epoch of {rows:,} rows has only {steps} update{'s' * (steps != 1)} of {size} rows: {self._size_key} "
-            f"{smaller} gives {rows // smaller}"
+            f"an epoch of {self._rows:,} rows has only {steps} update{'s' * (steps != 1)} of {self._size} rows: "
+            f"{self._size_key} {smaller} gives {self._rows // smaller}"
         )
 
     def iterate(self, max_epochs: int | None = None) -> Iterator[list[list[dict[str, Any] | None]]]:
         """Yield from the current position the micro-batches of this rank in each global batch."""
-        for rows in self.batches.iterate(max_epochs):
+        for rows in self.row_batches(max_epochs):
             lengths = [self._lengths[row] for row in rows]
             shard = shard_batch(rows, lengths, rank=self._rank, ranks=self._ranks, micro_batches=self._micro_batches)
             yield [[None if row is None else self._dataset[row] for row in micro] for micro in shard]
-
-    def state_dict(self) -> dict[str, int]:
-        """The position, for a checkpoint."""
-        return self.batches.state_dict()
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore the position from a checkpoint."""
-        self.batches.load_state_dict(state)

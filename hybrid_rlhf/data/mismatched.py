@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from hybrid_rlhf.data.row_views import AugmentedRows, column_array
+from hybrid_rlhf.data.row_views import RowView, augmented_rows, column_array
 
 
-def with_mismatched_completions(rows: Dataset, *, max_length: int) -> AugmentedRows:
+def with_mismatched_completions(rows: Dataset, *, max_length: int) -> RowView:
     """Double the `responses` and `masks` of each row: append its prompt with completions of the next row that has
     another prompt. Where all rows have the same prompt, they are completions of the next row.
 
@@ -30,16 +30,12 @@ def with_mismatched_completions(rows: Dataset, *, max_length: int) -> AugmentedR
     def add(index: int, row: Mapping[str, Any]) -> Mapping[str, Any]:
         following = rows[int(places[index])]
         begin = row["masks"][0].index(True)
-        count = len(following["responses"])
         responses = list(row["responses"])
         masks = list(row["masks"])
         for number in range(len(row["responses"])):
-            mismatched = (index + number) % count
+            mismatched = (index + number) % len(following["responses"])
             end = following["masks"][mismatched].index(True)
-            completion = following["responses"][mismatched][end:]
-            mask = following["masks"][mismatched][end:]
-            completion = completion[: max_length - 1]
-            mask = mask[: max_length - 1]
+            completion, mask = (following[name][mismatched][end:][: max_length - 1] for name in ("responses", "masks"))
             prompt = row["responses"][0][:begin][max(0, begin + len(completion) - max_length) :]
             responses.append(prompt + completion)
             masks.append([False] * len(prompt) + mask)
@@ -50,7 +46,7 @@ def with_mismatched_completions(rows: Dataset, *, max_length: int) -> AugmentedR
     counts = np.asarray([len(labels) for labels in rows["labels"]])
     added = counts * np.minimum(max_length, lengths + lengths[places])
     tokens = column_array(rows, "tokens") + added
-    return AugmentedRows(rows, add, columns={"tokens": tokens.tolist(), "padded_tokens": (2 * added).tolist()})
+    return augmented_rows(rows, add, {"tokens": tokens.tolist(), "padded_tokens": (2 * added).tolist()})
 
 
 def _next_of_other_prompt(rows: Dataset, max_length: int) -> np.ndarray:
@@ -79,7 +75,7 @@ def _prompts(rows: Dataset) -> Iterator[np.ndarray]:
 
 def _are_same(prompt: np.ndarray, other: np.ndarray, *, cut: bool) -> bool:
     """True if two rows have the same prompt; where it was cut (data/encoding.py), each may lack a part of it."""
-    if not cut or len(prompt) == len(other):
+    if not cut:
         return np.array_equal(prompt, other)
     shared = min(len(prompt), len(other))
     begin = np.append(prompt[:shared] != other[:shared], True).argmax()

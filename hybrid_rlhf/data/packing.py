@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_rlhf.data.row_views import RowSequence, column_array
+from hybrid_rlhf.data.row_views import RowSequence, RowView, column_array
 from hybrid_rlhf.runtime.observability.logs import logger
 
 
@@ -55,37 +55,12 @@ def best_fit(lengths: Sequence[int], *, capacity: int, seed: int) -> list[list[i
     return bins
 
 
-class PackedRows:
-    """Packed rows of a data set; each has a list `sequences` of rows of that data set."""
+def pack_rows(rows: RowSequence, *, capacity: int, seed: int, log: bool = False) -> RowView:
+    """Pack rows into as few rows of at most `capacity` tokens as best-fit finds; `log` logs how full they are.
 
-    def __init__(self, rows: RowSequence, bins: Sequence[Sequence[int]], *, capacity: int) -> None:
-        """Take the rows and the indices in each bin; reads only the column `length`."""
-        self._rows = rows
-        self._bins = bins
-        self._capacity = capacity
-        self._lengths = column_array(rows, "length").tolist()
-
-    @property
-    def column_names(self) -> list[str]:
-        """The columns that indexing by name returns."""
-        return ["length", "padded_tokens"]
-
-    def __len__(self) -> int:
-        """Number of packed rows."""
-        return len(self._bins)
-
-    def __getitem__(self, key: Any) -> Any:
-        """A packed row by index, or a column by name: `length`, the tokens of each packed row, or `padded_tokens`, an
-        upper bound if a model pads the sequences to the longest."""
-        if key == "length":
-            return [sum(self._lengths[item] for item in items) for items in self._bins]
-        if key == "padded_tokens":
-            return [len(items) * self._capacity for items in self._bins]
-        return {"sequences": [self._rows[item] for item in self._bins[key]]}
-
-
-def pack_rows(rows: RowSequence, *, capacity: int, seed: int, log: bool = False) -> PackedRows:
-    """Pack rows into as few rows of at most `capacity` tokens as best-fit finds; `log` logs how full they are."""
+    A packed row has a list `sequences` of rows. Its column `length` is its tokens, and `padded_tokens` an upper bound
+    if a model pads the sequences to the longest.
+    """
     lengths = column_array(rows, "length").tolist()
     bins = best_fit(lengths, capacity=capacity, seed=seed)
     if log:
@@ -96,7 +71,15 @@ def pack_rows(rows: RowSequence, *, capacity: int, seed: int, log: bool = False)
             f"{capacity:,}",
             100 * sum(lengths) / (capacity * len(bins)),
         )
-    return PackedRows(rows, bins, capacity=capacity)
+    columns = {
+        "length": [sum(lengths[item] for item in items) for items in bins],
+        "padded_tokens": [len(items) * capacity for items in bins],
+    }
+
+    def row(place: int) -> dict[str, Any]:
+        return {"sequences": [rows[item] for item in bins[place]]}
+
+    return RowView([*columns], len(bins), row=row, column=columns.__getitem__)
 
 
 def row_sequences(row: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any] | None]:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import datasets
 import numpy as np
 
 
-class RowSequence(Protocol):
-    """The part of a data set that a loader uses."""
+class RowView:
+    """Rows that are made from those of a data set when they are read."""
 
-    @property
-    def column_names(self) -> list[str]:
-        """The columns that indexing by name returns."""
+    def __init__(
+        self, names: Sequence[str], size: int, *, row: Callable[[int], Any], column: Callable[[str], Sequence[Any]]
+    ) -> None:
+        """Take the names of the columns, the number of rows, and functions that return a row and a column."""
+        self.column_names = names
+        self._size = size
+        self._row = row
+        self._column = column
 
     def __len__(self) -> int:
         """Number of rows."""
+        return self._size
 
     def __getitem__(self, key: Any) -> Any:
         """A row by index, or a column by name."""
+        return self._column(key) if isinstance(key, str) else self._row(key)
+
+
+RowSequence: TypeAlias = datasets.Dataset | RowView
 
 
 def column_array(rows: RowSequence, name: str) -> np.ndarray:
@@ -30,58 +40,29 @@ def column_array(rows: RowSequence, name: str) -> np.ndarray:
     return np.asarray(rows[name])
 
 
-class RowSubset:
+def row_subset(rows: RowSequence, indices: Sequence[int]) -> RowView:
     """Some rows of a data set, in the order of their indices."""
 
-    def __init__(self, rows: RowSequence, indices: Sequence[int]) -> None:
-        self._rows = rows
-        self._indices = indices
+    def column(name: str) -> list[Any]:
+        values = list(rows[name])
+        return [values[index] for index in indices]
 
-    @property
-    def column_names(self) -> list[str]:
-        """The columns of the data set."""
-        return self._rows.column_names
-
-    def __len__(self) -> int:
-        """Number of rows in the subset."""
-        return len(self._indices)
-
-    def __getitem__(self, key: Any) -> Any:
-        """A row by its index in the subset, or a column by name."""
-        if isinstance(key, str):
-            column = list(self._rows[key])
-            return [column[index] for index in self._indices]
-        return self._rows[self._indices[key]]
+    return RowView(rows.column_names, len(indices), row=lambda place: rows[indices[place]], column=column)
 
 
-class AugmentedRows:
-    """A data set with columns that a function computes from a row and its index."""
+def augmented_rows(
+    rows: RowSequence,
+    add: Callable[[int, Mapping[str, Any]], Mapping[str, Any]],
+    columns: Mapping[str, Sequence[Any]],
+) -> RowView:
+    """A data set with columns that a function computes from a row and its index, and complete columns that replace
+    stored ones."""
 
-    def __init__(
-        self,
-        rows: RowSequence,
-        add: Callable[[int, Mapping[str, Any]], Mapping[str, Any]],
-        *,
-        columns: Mapping[str, Sequence[Any]] | None = None,
-    ) -> None:
-        """Take the data set, the function, and complete columns that replace stored ones."""
-        self._rows = rows
-        self._add = add
-        self._columns = columns or {}
-        self._names = list(rows.column_names)
+    def row(place: int) -> dict[str, Any]:
+        stored = rows[place]
+        return {**stored, **add(place, stored)}
 
-    @property
-    def column_names(self) -> list[str]:
-        """The stored columns."""
-        return self._names
+    def column(name: str) -> Sequence[Any]:
+        return columns[name] if name in columns else rows[name]
 
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self._rows)
-
-    def __getitem__(self, key: Any) -> Any:
-        """A row by index, with the computed columns, or a stored column by name."""
-        if isinstance(key, str):
-            return self._columns[key] if key in self._columns else self._rows[key]
-        row = self._rows[key]
-        return {**row, **self._add(key, row)}
+    return RowView(rows.column_names, len(rows), row=row, column=column)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,8 @@ from hybrid_rlhf.configs.sft import ConditionConfig
 from hybrid_rlhf.data.cache import cached_rows, tokenizer_key
 from hybrid_rlhf.data.chat.conversation import RULES_VERSION
 from hybrid_rlhf.data.encoding import (
+    Encode,
+    EncodedRows,
     earlier_turns_text,
     encode_conversation_row,
     encode_labelled_row,
@@ -46,7 +48,6 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 STEP_INDICES = {"sft": 0, "reward": 1, "preference": 1, "rl": 2}
 """Index of each step in data.split."""
-Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -56,19 +57,16 @@ class RowEncoding:
     name: str
     encode: Encode
     """Encodes a row of a source as rows of tokens, with columns `cut`, `usable` and `ignored`; see encoding.py."""
-    step_index: int
-    """Index of the step in data.split."""
+    step: str
+    """The step whose forms the rows have, a key of FORMS and STEP_INDICES."""
+    limit: int
+    """Longest row in tokens."""
     limit_key: str = "data.max_length"
-    """Name of the setting of the length limit."""
+    """Name of the setting of the limit."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings that the columns depend on."""
     is_scored: bool = False
     """True if the score of the whole conversation is learned, not the log-probs of completions."""
-
-    @property
-    def step(self) -> str:
-        """The step whose forms the rows have, a key of FORMS."""
-        return ("sft", "reward", "rl")[self.step_index]
 
 
 @dataclass(frozen=True)
@@ -91,16 +89,16 @@ def load_sft_data(
     conditional: ConditionConfig | None = None,
 ) -> TokenizedData:
     """Columns `input_ids`, `loss_mask`, `length`; with `conditional`, prompts name the bucket of the score."""
+    encoding = RowEncoding("sft", encode_sft_row, "sft", config.max_length)
     if conditional is None or not config.sources:
-        return _load(RowEncoding("sft", encode_sft_row, 0), config, tokenizer, config.max_length, seed, world)
-    buckets = find_score_buckets(conditional, config, lambda counts: _split_rows(counts, config, 0, seed)[0], world)
+        return _load(encoding, config, tokenizer, seed, world)
+    buckets = find_score_buckets(conditional, config, lambda counts: _split_rows(counts, config, "sft", seed)[0], world)
 
-    def encode(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
-        record = buckets.apply(location, row, read_sft_row(location, row))
-        return encode_conversation_row(location, record, tokenizer, limit)
+    def encode(location: str, row: Row, *rest: Any) -> EncodedRows:
+        return encode_conversation_row(location, buckets.apply(location, row, read_sft_row(location, row)), *rest)
 
-    encoding = RowEncoding("sft", encode, 0, settings={"condition": buckets.to_json()})
-    return replace(_load(encoding, config, tokenizer, config.max_length, seed, world), score_buckets=buckets)
+    encoding = replace(encoding, encode=encode, settings={"condition": buckets.to_json()})
+    return replace(_load(encoding, config, tokenizer, seed, world), score_buckets=buckets)
 
 
 def load_preference_data(
@@ -108,7 +106,8 @@ def load_preference_data(
 ) -> TokenizedData:
     """Columns `responses` (token ids of prompt and completion), `masks` (true on the completion), `pairs`, `margins`,
     `length` (tokens of the longest response), `tokens` (tokens of all responses)."""
-    return _load(RowEncoding("preference", encode_preference_row, 1), config, tokenizer, config.max_length, seed, world)
+    encoding = RowEncoding("preference", encode_preference_row, "reward", config.max_length)
+    return _load(encoding, config, tokenizer, seed, world)
 
 
 def load_labelled_data(
@@ -116,7 +115,8 @@ def load_labelled_data(
 ) -> TokenizedData:
     """Columns of `load_preference_data` with `labels` (true if the completion is desirable) instead of `pairs` and
     `margins`."""
-    return _load(RowEncoding("labelled", encode_labelled_row, 1), config, tokenizer, config.max_length, seed, world)
+    encoding = RowEncoding("labelled", encode_labelled_row, "reward", config.max_length)
+    return _load(encoding, config, tokenizer, seed, world)
 
 
 def load_reward_data(
@@ -128,49 +128,39 @@ def load_reward_data(
     world: World,
 ) -> TokenizedData:
     """Columns of pairs, labels or steps (`encode_stepwise_row`); with several heads also `head`, the head's index."""
-    encoding = replace(_reward_encoding(objective), is_scored=True)
-    return _load(encoding, config, tokenizer, config.max_length, seed, world)
-
-
-def _reward_encoding(preference: RewardObjectiveConfig) -> RowEncoding:
-    heads = preference.heads
-    separator = preference.step_separator
     encodings: dict[str, tuple[str, Encode]] = {
         "binary": ("labelled", encode_labelled_row),
-        "steps": (f"stepwise {separator!r}", partial(encode_stepwise_row, separator=separator)),
+        "steps": (
+            f"stepwise {objective.step_separator!r}",
+            partial(encode_stepwise_row, separator=objective.step_separator),
+        ),
     }
-    name, encode = encodings.get(preference.loss, ("reward", encode_preference_row))
-    if not heads:
-        return RowEncoding(name, encode, 1)
+    name, encode = encodings.get(objective.loss, ("reward", encode_preference_row))
+    if heads := objective.heads:
+        name = f"{name} with heads {', '.join(heads)}"
+        encode = partial(_with_head, encode, heads)
+    encoding = RowEncoding(name, encode, "reward", config.max_length, is_scored=True)
+    return _load(encoding, config, tokenizer, seed, world)
 
-    def with_head(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
-        head = {"head": head_index(location, row, heads)}
-        return [columns | head for columns in encode(location, row, tokenizer, limit)]
 
-    return RowEncoding(f"{name} with heads {', '.join(heads)}", with_head, 1)
+def _with_head(encode: Encode, heads: Sequence[str], location: str, row: Row, *rest: Any) -> EncodedRows:
+    head = {"head": head_index(location, row, heads)}
+    return [columns | head for columns in encode(location, row, *rest)]
 
 
 def load_prompt_data(
     config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World, max_prompt_tokens: int
 ) -> TokenizedData:
     """Columns `input_ids`, `prompt` (messages as JSON), `columns` (the row's other columns as JSON), `length`."""
-    return _load(
-        RowEncoding("prompt", encode_prompt_row, STEP_INDICES["rl"], "rollout.max_prompt_tokens"),
-        config,
-        tokenizer,
-        max_prompt_tokens,
-        seed,
-        world,
-    )
+    encoding = RowEncoding("prompt", encode_prompt_row, "rl", max_prompt_tokens, "rollout.max_prompt_tokens")
+    return _load(encoding, config, tokenizer, seed, world)
 
 
 def most_rows(step: str, config: DataConfig, counts: Sequence[int], seed: int) -> int:
     """Number of rows that a step trains on if none is dropped, from the number of rows of each source."""
-    total = 0
-    for mine, source in zip(_split_rows(counts, config, STEP_INDICES[step], seed)[0], config.sources, strict=True):
-        copies, rest = divmod(source.weight if isinstance(source, DataSource) else 1.0, 1.0)
-        total += int(copies) * len(mine) + round(rest * len(mine))
-    return total
+    rows = map(len, _split_rows(counts, config, step, seed)[0])
+    passes = [(count, *_passes(source, count)) for count, source in zip(rows, config.sources, strict=True)]
+    return sum(copies * count + part for count, copies, part in passes)
 
 
 def load_ptx_data(
@@ -178,26 +168,30 @@ def load_ptx_data(
 ) -> datasets.Dataset:
     """The rows of ptx.sources with the columns of SFT; none are held out."""
     encoding = RowEncoding(
-        "ptx", lambda p, row, t, limit: encode_conversation_row(p, read_ptx_row(p, row), t, limit), 0, "ptx.max_length"
+        "ptx",
+        lambda location, row, *rest: encode_conversation_row(location, read_ptx_row(location, row), *rest),
+        "sft",
+        ptx.max_length,
+        "ptx.max_length",
     )
-    parts = [_tokenize(encoding, s, config, tokenizer, ptx.max_length, world) for s in ptx.sources]
+    parts = [_tokenize(encoding, source, config, tokenizer, world) for source in ptx.sources]
     blend = _blend(parts, ptx.sources, seed)
-    return _report(encoding, blend, None, parts, ptx.max_length, config, world, sources=ptx.sources).train
+    return _report(encoding, blend, blend.select([]), parts, ptx.sources, config, world).train
 
 
 def _load(
-    encoding: RowEncoding, config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int, seed: int, world: World
+    encoding: RowEncoding, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
 ) -> TokenizedData:
     config.require_sources()
-    parts = [_tokenize(encoding, source, config, tokenizer, limit, world) for source in config.sources]
+    parts = [_tokenize(encoding, source, config, tokenizer, world) for source in config.sources]
     numbers = [column_array(part, "source_row") for part in parts]
-    split = _split_rows([int(source_rows[-1]) + 1 for source_rows in numbers], config, encoding.step_index, seed)
+    split = _split_rows([int(source_rows[-1]) + 1 for source_rows in numbers], config, encoding.step, seed)
     train, held_out = (
         [part.select(_encoded_rows(*rows)) for part, *rows in zip(parts, of_source, numbers, strict=True)]
         for of_source in split
     )
     if config.eval_sources:
-        held_out = [_tokenize(encoding, source, config, tokenizer, limit, world) for source in config.eval_sources]
+        held_out = [_tokenize(encoding, source, config, tokenizer, world) for source in config.eval_sources]
         parts = parts + held_out
     held_out = [_usable(part) for part in held_out]
     shares = _even_shares([len(part) for part in held_out], config.max_eval_rows)
@@ -205,15 +199,14 @@ def _load(
         [part.select(range(rows)) for part, rows in zip(held_out, shares, strict=True)]
     )
     blend = _blend(train, config.sources, seed)
-    sources = [*config.sources, *config.eval_sources]
-    return _report(encoding, blend, evaluated, parts, limit, config, world, sources=sources)
+    return _report(encoding, blend, evaluated, parts, [*config.sources, *config.eval_sources], config, world)
 
 
 def _split_rows(
-    counts: Sequence[int], config: DataConfig, step_index: int, seed: int
+    counts: Sequence[int], config: DataConfig, step: str, seed: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Indices of the training rows and of the held-out rows of each source, given the sources' numbers of rows."""
-    mine = [_step_rows(rows, config.split, step_index, seed) for rows in counts]
+    mine = [_step_rows(rows, config.split, STEP_INDICES[step], seed) for rows in counts]
     fraction = 0.0 if config.eval_sources else config.eval_fraction
     wanted = [max(1, round(len(rows) * fraction)) if fraction and len(rows) >= 2 else 0 for rows in mine]
     held_out = _even_shares(wanted, config.max_eval_rows)
@@ -238,9 +231,9 @@ def _encoded_rows(indices: np.ndarray, source_rows: np.ndarray) -> np.ndarray:
         source_rows: the index in the source of each encoded row, ascending.
     """
     first, last = (np.searchsorted(source_rows, indices, side=side) for side in ("left", "right"))
-    if len(source_rows) == int(source_rows[-1]) + 1:
-        return first
-    return np.concatenate([np.arange(start, stop) for start, stop in zip(first, last, strict=True)] or [first])
+    counts = last - first
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(first, counts) + within
 
 
 def _step_rows(rows: int, split: list[float] | None, step_index: int, seed: int) -> np.ndarray:
@@ -260,10 +253,16 @@ def _blend(parts: list[datasets.Dataset], sources: list[str | DataSource], seed:
     blended = []
     for number, (part, source) in enumerate(zip(parts, sources, strict=True)):
         part = _usable(part)
-        copies, rest = divmod(source.weight if isinstance(source, DataSource) else 1.0, 1.0)
-        chosen = np.random.default_rng([seed, number, 1]).permutation(len(part))[: round(rest * len(part))]
-        blended += [part] * int(copies) + ([part.select(np.sort(chosen))] if len(chosen) else [])
+        copies, rest = _passes(source, len(part))
+        chosen = np.random.default_rng([seed, number, 1]).permutation(len(part))[:rest]
+        blended += [part] * copies + ([part.select(np.sort(chosen))] if rest else [])
     return datasets.concatenate_datasets(blended or [_usable(parts[0]).select([])])
+
+
+def _passes(source: str | DataSource, rows: int) -> tuple[int, int]:
+    """The number of full passes over a source by its weight, and of rows of one more."""
+    passes, rest = divmod(source.weight if isinstance(source, DataSource) else 1.0, 1.0)
+    return int(passes), round(rest * rows)
 
 
 def _usable(part: datasets.Dataset) -> datasets.Dataset:
@@ -277,7 +276,6 @@ def _tokenize(
     source: str | DataSource,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    limit: int,
     world: World,
 ) -> datasets.Dataset:
     """All rows of a source in order, from the cache if it has them."""
@@ -289,7 +287,7 @@ def _tokenize(
         progress = ProgressLog(f"tokenising {rows.source.path}", total=rows.count())
         for number, (location, row) in enumerate(progress.track(rows)):
             form = "" if encoding.step != "rl" and is_tie(row) else " + ".join(form_of(encoding.step, row) or ())
-            for columns in encoding.encode(location, row, tokenizer, limit):
+            for columns in encoding.encode(location, row, tokenizer, encoding.limit):
                 require_rendered(location, row, columns["ignored"])
                 if config.too_long == "drop" and columns["cut"]:
                     columns["usable"] = False
@@ -299,7 +297,7 @@ def _tokenize(
         "kind": encoding.name,
         "content": fingerprint,
         "tokenizer": tokenizer_key(tokenizer),
-        "limit": limit,
+        "limit": encoding.limit,
         "too_long": config.too_long,
         "rules": RULES_VERSION,
         **encoding.settings,
@@ -310,13 +308,11 @@ def _tokenize(
 def _report(
     encoding: RowEncoding,
     train: datasets.Dataset,
-    held_out: datasets.Dataset | None,
+    held_out: datasets.Dataset,
     parts: list[datasets.Dataset],
-    limit: int,
+    sources: Sequence[str | DataSource],
     config: DataConfig,
     world: World,
-    *,
-    sources: Sequence[str | DataSource],
 ) -> TokenizedData:
     """Log how many rows there are, and how many were truncated or dropped.
 
@@ -327,32 +323,30 @@ def _report(
         encoding.name,
         parts,
         sources=[source.path if isinstance(source, DataSource) else source for source in sources],
-        limit=limit,
+        limit=encoding.limit,
         drops_long=config.too_long == "drop",
         training=len(train),
-        held_out=0 if held_out is None else len(held_out),
+        held_out=len(held_out),
     )
     too_long = counts.too_long_text(encoding.limit_key)
     if not len(train):
         raise UserError(
             f"{encoding.name} data must have a training row, got none: {_why_none(counts, config, too_long)}"
         )
-    if held_out is None:
-        held_out = train.select([])
     if world.is_main:
         for source, part in zip(counts.sources, parts, strict=True):
             first = np.unique(column_array(part, "source_row"), return_index=True)[1]
             forms = Counter(column_array(part, "form")[first].tolist())
             if mixed := mixed_forms_text(forms):
                 logger.warning("%s data: %s: %s", encoding.name, source, mixed)
-        _report_templates(encoding, parts)
+        _report_templates(encoding, parts, counts)
         logger.info(
             "%s data: %s training rows, %s held out; of all rows %s were truncated to %s tokens, %s dropped%s",
             encoding.name,
             f"{counts.training:,}",
             f"{counts.held_out:,}",
             f"{counts.truncated:,}",
-            f"{limit:,}",
+            f"{encoding.limit:,}",
             f"{counts.dropped:,}",
             counts.ties_text,
         )
@@ -377,16 +371,14 @@ def _why_none(counts: RowCounts, config: DataConfig, too_long: str) -> str:
     )
 
 
-def _report_templates(encoding: RowEncoding, parts: list[datasets.Dataset]) -> None:
+def _report_templates(encoding: RowEncoding, parts: list[datasets.Dataset], counts: RowCounts) -> None:
     """Log the effects of the chat template on conversations: turns in separate rows, keys that it does not render."""
-    encoded = sum(map(len, parts))
-    sources = sum(len(np.unique(column_array(part, "source_row"))) for part in parts)
-    if encoded > sources:
+    if counts.encoded > counts.read:
         logger.info(
             "the chat template renders earlier turns differently from the last: %s conversations make %s rows, with "
             "the loss on turns as generation renders them",
-            f"{sources:,}",
-            f"{encoded:,}",
+            f"{counts.read:,}",
+            f"{counts.encoded:,}",
         )
     ignored: Counter[str] = Counter()
     for part in parts:
@@ -396,9 +388,9 @@ def _report_templates(encoding: RowEncoding, parts: list[datasets.Dataset]) -> N
     if earlier and not encoding.is_scored:
         logger.warning("%s data: %s", encoding.name, earlier)
     if ignored:
-        counts = ", ".join(f"{key} ({count:,})" for key, count in ignored.most_common())
+        found = ", ".join(f"{key} ({count:,})" for key, count in ignored.most_common())
         logger.warning(
             "not all of the rows reaches the model as it is written: %s; a role that the chat template lacks becomes "
             "the nearest one, tool calls become JSON text, the rest is left out",
-            counts,
+            found,
         )

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -56,24 +56,17 @@ from hybrid_rlhf.models.packing import (
     set_sequence_world,
     set_tensor_world,
     why_padded,
+    why_separate,
 )
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.models.pretrained.folders import load_config
-from hybrid_rlhf.models.pretrained.loading import Architecture, load_model, shape_model, training_dtype
+from hybrid_rlhf.models.pretrained.loading import Architecture, lacks_kernels, load_model, shape_model, training_dtype
 from hybrid_rlhf.models.routers.losses import router_loss
 from hybrid_rlhf.models.structure import has_mixture, layer_matrices, listed_mixtures
 from hybrid_rlhf.models.weight_split import SplitRanks, split_of
-from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.runtime.observability.logs import logger, warn_once
 from hybrid_rlhf.runtime.world import World
 
-ARCHITECTURE: dict[Role, Architecture] = {
-    "actor": "causal_lm",
-    "reference": "causal_lm",
-    "critic": "scorer",
-    "reward": "scorer",
-    "student": "causal_lm",
-    "teacher": "causal_lm",
-}
 LEARNING: dict[Role, Learning] = {"actor": "actor", "critic": "critic", "reward": "reward", "student": "sft"}
 """Key of the default learning rate (learning_rates.py) of each trained role."""
 MODULES: dict[Role, type[Policy] | type[Scorer] | type[Teacher]] = {
@@ -141,6 +134,7 @@ def build_actor(
     *,
     rollout: RolloutConfig | None = None,
     max_logprob_diff: float | None = None,
+    weight_check_every: int = 1,
     samples: bool = True,
     residency: RoleResidency | None = None,
 ) -> HybridEngine:
@@ -151,7 +145,12 @@ def build_actor(
         UserError: as in `build_engine`, or when the rollout needs inference weights and the model has none.
     """
     hybrid = partial(
-        HybridEngine, rollout=rollout, max_logprob_diff=max_logprob_diff, samples=samples, residency=residency
+        HybridEngine,
+        rollout=rollout,
+        max_logprob_diff=max_logprob_diff,
+        weight_check_every=weight_check_every,
+        samples=samples,
+        residency=residency,
     )
     return _build(hybrid, spec, world)
 
@@ -165,7 +164,7 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
         engine, options = _initialize(spec, world, tensor_ranks)
         if tensor_ranks is not None:
             finish_tensor_parallelism(engine, tensor_ranks)
-    return engine_type(spec.role, engine, world, replace(options, tensor_ranks=tensor_ranks))
+    return engine_type(spec.role, engine, world, options)
 
 
 def _initialize(
@@ -175,7 +174,8 @@ def _initialize(
     dtype = training_dtype(spec.model, world.device)
     config = deepspeed_config(zero=spec.zero, dtype=dtype, optimizer=spec.optimizer, overrides=spec.deepspeed_overrides)
     partitioned = config["zero_optimization"]["stage"] == 3
-    architecture = ARCHITECTURE[spec.role]
+    architecture: Architecture = "scorer" if MODULES[spec.role] is Scorer else "causal_lm"
+    _require_optimizer(spec.optimizer, world.device)
     _require_supported(spec, architecture, dtype, zero=config["zero_optimization"], ranks=world.size)
     lm, fresh_head = load_model(
         spec.path,
@@ -208,7 +208,7 @@ def _initialize(
     if spec.optimizer is None:
         engine, *_ = deepspeed.initialize(model=module, config=config)
         module.eval()
-        return engine, EngineOptions(offload_weights=spec.offload_weights)
+        return engine, EngineOptions(offload_weights=spec.offload_weights, tensor_ranks=tensor_ranks)
     section = spec.optimizer
     total = spec.total_updates
     lr = learning_rate(spec, lm, section, is_main=world.is_main)
@@ -219,17 +219,32 @@ def _initialize(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, config=section, total_steps=total)
     )
-    if world.is_main and (reason := why_padded(lm)) is not None:
-        logger.info("%s: %s trains on padded rows: %s", spec.role, type(lm).__name__, reason)
+    if world.is_main:
+        _log_work(spec.role, lm, world.device)
     with experts_declared(any(group.get("moe") for group in optimizer.param_groups)):
         engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=schedule)
     module.train()
     if isinstance(module, Policy):
         module.router_loss = router_loss(lm, spec.model)
-    options = EngineOptions(
-        section.max_grad_norm, offload_activations=spec.model.activation_offload, muon=section.name == "muon"
+    return engine, EngineOptions(
+        section.max_grad_norm,
+        offload_activations=spec.model.activation_offload,
+        muon=section.name == "muon",
+        tensor_ranks=tensor_ranks,
     )
-    return engine, options
+
+
+def _log_work(role: Role, lm: PreTrainedModel, device: torch.device) -> None:
+    """Log what a trained model computes more than once, for nothing, or slowly."""
+    if device.type == "cuda" and lacks_kernels(lm):
+        warn_once(
+            "layers with the gated delta rule train by torch's functions, without the kernels of fla-core: "
+            "pip install 'hybrid_rlhf[fla]' (transformers#48718: 0.70 instead of 1.22 s per step of Qwen3.5-9B)"
+        )
+    if (reason := why_padded(lm)) is not None:
+        logger.info("%s: %s trains on padded rows: %s", role, type(lm).__name__, reason)
+    elif role in ("actor", "critic") and (reason := why_separate(lm)) is not None:
+        logger.info("%s: %s computes a prompt once for each completion: %s", role, type(lm).__name__, reason)
 
 
 def _share_work(lm: PreTrainedModel, model: ModelConfig, world: World, tensor_ranks: SplitRanks | None) -> None:
@@ -240,6 +255,15 @@ def _share_work(lm: PreTrainedModel, model: ModelConfig, world: World, tensor_ra
         set_sequence_world(lm, world.split(model.sequence_parallel))
     if tensor_ranks is not None:
         set_tensor_world(lm, tensor_ranks.parts)
+
+
+def _require_optimizer(section: OptimizerConfig | None, device: torch.device) -> None:
+    """Require bitsandbytes and a GPU for moments in 8 bits; on a CPU its update takes 30 times that of AdamW."""
+    if section is None or section.name != "adamw_8bit":
+        return
+    require_bitsandbytes("optimizer.name adamw_8bit")
+    if device.type == "cpu":
+        raise UserError("optimizer.name adamw_8bit needs a GPU, this is a CPU: set it to adamw")
 
 
 def _require_supported(
@@ -255,7 +279,7 @@ def _require_supported(
     config = load_config(spec.path, trust_remote_code=section.trust_remote_code)
     lm = shape_model(config, architecture, section, dtype=dtype)
     if section.quantization is not None:
-        require_bitsandbytes()
+        require_bitsandbytes("model.quantization nf4")
         four_bit_layers(lm, architecture)
     if section.sequence_parallel > 1:
         require_sequence_parallelism(lm, section.sequence_parallel)
@@ -263,7 +287,7 @@ def _require_supported(
     trains = spec.optimizer is not None and spec.role != "critic"
     if section.expert_parallel > 1 and (trains or expert_layers(lm)):
         require_expert_parallelism(lm, section.expert_parallel, ranks=ranks)
-        _require_experts_trainable(spec, dtype, zero)
+        _require_experts_trainable(spec, zero)
     if section.tensor_parallel > 1:
         require_tensor_parallelism(lm, section.tensor_parallel)
     if muon and (has_mixture(lm) or not layer_matrices(lm)):
@@ -272,7 +296,7 @@ def _require_supported(
         )
 
 
-def _require_experts_trainable(spec: EngineSpec, dtype: torch.dtype, zero: dict[str, Any]) -> None:
+def _require_experts_trainable(spec: EngineSpec, zero: dict[str, Any]) -> None:
     """Check that ZeRO and the adapters of a model support experts that ranks split."""
     size = spec.model.expert_parallel
     lora = spec.lora
@@ -359,8 +383,16 @@ def _head_lr(spec: EngineSpec, critic: PreTrainedModel, lr: float, *, fresh: boo
 def _adamw(
     module: nn.Module, config: OptimizerConfig, lr: float, *, head: tuple[nn.Module, float] | None = None
 ) -> torch.optim.Optimizer:
-    """Create AdamW of all trained parameters."""
+    """Create AdamW of all trained parameters.
+
+    In 8 bits, under ZeRO, bitsandbytes sees one flat partition per group: its blocks of 256 and its limit of 4096
+    elements are those of partitions, and embeddings are in 8 bits too.
+    """
     groups = _adamw_groups([p for p in module.parameters() if p.requires_grad], config, lr, head=head)
+    if config.name == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups, lr=lr, betas=config.betas, eps=config.eps)  # type: ignore[no-any-return]
     return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
 
 

@@ -190,6 +190,10 @@ class OptimizerSlice:
     elements: int
     """Number of elements of the part."""
 
+    def of(self, state: Tensor) -> Tensor:
+        """Return the part [elements] of a tensor with the layout of `flat`, as a view."""
+        return state.detach().flatten()[self.start : self.start + self.elements]
+
 
 def wrapped_optimizer(engine: DeepSpeedEngine) -> Any:
     """Return the torch optimizer inside DeepSpeed's, or the engine's optimizer if it is not wrapped."""
@@ -199,11 +203,6 @@ def wrapped_optimizer(engine: DeepSpeedEngine) -> Any:
 def swaps_optimizer_states(engine: DeepSpeedEngine) -> bool:
     """True if optimizer states are on NVMe."""
     return bool(getattr(engine.optimizer, "swap_optimizer", False))
-
-
-def partitions_optimizer_states(engine: DeepSpeedEngine) -> bool:
-    """True if each rank keeps optimizer states for only a part of the weights."""
-    return bool(engine.zero_optimization_stage() > 0)
 
 
 def master_partitions(engine: DeepSpeedEngine) -> list[Tensor]:
@@ -219,10 +218,9 @@ def master_partitions(engine: DeepSpeedEngine) -> list[Tensor]:
 def copied_to_host(engine: DeepSpeedEngine) -> list[Tensor]:
     """Return what `offload_states` copies into buffers of its own: gradients of ZeRO-3, master weights of ZeRO 1 and
     2."""
-    optimizer: Any = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        return [optimizer.grad_partitions_flat_buffer]
-    return list(optimizer.single_partition_of_fp32_groups)
+        return [engine.optimizer.grad_partitions_flat_buffer]
+    return master_partitions(engine)
 
 
 def use_host_buffers(engine: DeepSpeedEngine, buffers: list[Tensor]) -> None:
@@ -264,11 +262,6 @@ class MomentumSlice:
     """Index of the first element in the flattened matrix."""
     is_copy: bool
     """True if another rank has the same values."""
-
-
-def trained_by_muon(parameter: nn.Parameter) -> bool:
-    """True if Muon trains a parameter."""
-    return getattr(parameter, "use_muon", False)
 
 
 @contextlib.contextmanager
@@ -317,8 +310,9 @@ def muon_momentum(engine: DeepSpeedEngine, parameter: nn.Parameter, place: Optim
         optimizer._create_momentum_buffer(place.flat.numel(), group, getattr(place.flat, "ds_id", None))
     elif "momentum_buffer" not in states:
         states["momentum_buffer"] = torch.zeros_like(place.flat)
-    momentum = wrapped_optimizer(engine).state[place.flat]["momentum_buffer"].flatten()
-    return MomentumSlice(momentum[place.start : place.start + place.elements], place.offset, is_copy=False)
+    return MomentumSlice(
+        place.of(wrapped_optimizer(engine).state[place.flat]["momentum_buffer"]), place.offset, is_copy=False
+    )
 
 
 def copy_master_weights_to_model(engine: DeepSpeedEngine) -> None:

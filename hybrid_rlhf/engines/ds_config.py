@@ -37,7 +37,7 @@ def deepspeed_config(
     Args:
         zero: stage and offload. Stage 0 becomes stage 1 for a model that trains in 16 bits.
         dtype: dtype of the weights; if trained, bfloat16 and float16 have float32 master weights and gradients.
-        optimizer: for gradient clipping and Muon; none for a frozen engine.
+        optimizer: for gradient clipping and what its kind needs; none for a frozen engine.
         overrides: DeepSpeed JSON of the user, which takes precedence key by key.
 
     Raises:
@@ -84,6 +84,13 @@ def deepspeed_config(
     if has_masters and merged_zero["stage"] == 0:
         raise UserError(
             f"deepspeed_config's zero_optimization.stage must be 1 or more for training in {dtype}, got 0: remove it"
+        )
+    offload = merged_zero.get("offload_optimizer") or {}
+    offloads = offload.get("device", "none") != "none"
+    if optimizer is not None and optimizer.name == "adamw_8bit" and (merged_zero["stage"] == 3 or offloads):
+        raise UserError(
+            "optimizer.name adamw_8bit keeps its states on the GPU under ZeRO stages 0 to 2, got stage "
+            f"{merged_zero['stage']}{' with offload_optimizer' * offloads}: set it to adamw"
         )
     if muon and merged_zero["stage"] == 3 and merged_zero.get("reduce_scatter", True):
         raise UserError(

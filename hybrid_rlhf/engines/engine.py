@@ -39,7 +39,7 @@ from hybrid_rlhf.engines.residency.offload import OffloadedWeights
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.lora import adapters_off, has_lora
-from hybrid_rlhf.models.packing import pads
+from hybrid_rlhf.models.packing import pads, saved_rows, shares_prefixes
 from hybrid_rlhf.models.structure import layer_list
 from hybrid_rlhf.models.weight_split import SplitRanks, split_of
 from hybrid_rlhf.runtime.world import World
@@ -70,6 +70,8 @@ class EngineFacts:
 
     packs: bool
     """True if all layers compute batches without padding."""
+    shares_prefixes: bool = False
+    """As in ModelEngine."""
     operations: Operations = Operations()
     """What training it computes; none of a frozen model."""
     eos_token_ids: int | list[int] | None = None
@@ -97,10 +99,6 @@ class EngineOptions:
     tensor_ranks: SplitRanks | None = None
     """Groups of the engine's ranks under tensor parallelism."""
 
-    def updating(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Context of an optimizer step."""
-        return muon_on_cpu() if self.muon and device.type == "cpu" else contextlib.nullcontext()
-
 
 class ModelEngine:
     """The model of a role. Call it to compute; call `backward` and `step` to train it."""
@@ -110,13 +108,13 @@ class ModelEngine:
     reports_rows = True
     """True if the results of this rank count, among those that compute the same rows."""
 
-    def __init__(self, role: Role, engine: DeepSpeedEngine, world: World, options: EngineOptions | None = None) -> None:
+    def __init__(self, role: Role, engine: DeepSpeedEngine, world: World, options: EngineOptions) -> None:
         self.role: Role = role
         self.world = world
         self._engine = engine
-        self._options = options or EngineOptions()
+        self._options = options
         self._host_weights: OffloadedWeights | None = None
-        if self._options.offload_weights:
+        if options.offload_weights:
             self._host_weights = OffloadedWeights(self.module, world.device, layers=layer_list(self.lm) or ())
         if self.is_trained and isinstance(engine.optimizer, torch.optim.Optimizer):
             # Clip here, so that the norm is known; DeepSpeed's own optimizers report it.
@@ -128,10 +126,10 @@ class ModelEngine:
             disable_gradient_allreduce(engine)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the wrapped module."""
+        """Run the forward of the wrapped module, with rows on the host or the device."""
         offloads = self._options.offload_activations and torch.is_grad_enabled()
         with self._ranks(), ActivationOffload() if offloads else contextlib.nullcontext():
-            return self._engine(*args, **kwargs)
+            return self._engine(*args, device=self.device, **kwargs)
 
     def sync(self) -> None:
         """Do nothing: its weights are those that train, or never change."""
@@ -198,12 +196,22 @@ class ModelEngine:
         return not pads(self.lm)
 
     @property
+    def shares_prefixes(self) -> bool:
+        """True if the common tokens of rows that begin alike are computed once."""
+        return shares_prefixes(self.lm)
+
+    @property
+    def saved_rows(self) -> list[int]:
+        """Tokens of the prefixes that the last forward did not compute again, one number for each time."""
+        return saved_rows(self.lm)
+
+    @property
     def facts(self) -> EngineFacts:
         """Properties of the model for ranks that do not have it."""
         settings = self.lm.generation_config if self.lm.can_generate() else None
         weights = {name: full_shape(weight) for name, weight in base_parameters(self.lm)}
         eos = None if settings is None else settings.eos_token_id
-        return EngineFacts(self.packs, self.operations, eos, weights)
+        return EngineFacts(self.packs, self.shares_prefixes, self.operations, eos, weights)
 
     @property
     def weight_version(self) -> int:
@@ -212,7 +220,7 @@ class ModelEngine:
 
     @property
     def device(self) -> torch.device:
-        """Device that batches must be on."""
+        """Device that it computes on."""
         return self.world.device
 
     def backward(self, total: Tensor, *, count: float) -> None:
@@ -251,7 +259,8 @@ class ModelEngine:
         lr = float(self._engine.get_lr()[0])
         allocate_gradients(self.deepspeed_engine)
         searches_scale = searches_loss_scale(self._engine)
-        with self._ranks(), self._options.updating(self.world.device):
+        on_cpu = self._options.muon and self.world.device.type == "cpu"
+        with self._ranks(), muon_on_cpu() if on_cpu else contextlib.nullcontext():
             self.deepspeed_engine.step()
         release_gradients(self._engine)
         # with Muon under ZeRO, DeepSpeed's norm is that of the updates, except of whole gradients

@@ -57,10 +57,11 @@ class HybridEngine(ModelEngine):
         role: Role,
         engine: DeepSpeedEngine,
         world: World,
-        options: EngineOptions | None = None,
+        options: EngineOptions,
         *,
         rollout: RolloutConfig | None = None,
         max_logprob_diff: float | None = None,
+        weight_check_every: int = 1,
         samples: bool = True,
         residency: RoleResidency | None = None,
     ) -> None:
@@ -73,6 +74,7 @@ class HybridEngine(ModelEngine):
             options: as in ModelEngine.
             rollout: settings of generation; none: the defaults.
             max_logprob_diff: faults.max_logprob_diff of the config.
+            weight_check_every: faults.weight_check_every of the config.
             samples: the engine generates; false: only a sampler on other ranks does (engines/separate/), and this
                 engine has no inference weights.
             residency: location of its memory in each phase; none: as set in the rollout section.
@@ -107,7 +109,7 @@ class HybridEngine(ModelEngine):
         dtype = next(self.lm.parameters()).dtype
         inference_dtype = DTYPES.get(self._rollout.dtype, dtype)
         quantization = self._rollout.quantization
-        self._check = WeightCheck(world, max_logprob_diff, quantised=quantization is not None)
+        self._check = WeightCheck(world, max_logprob_diff, quantised=quantization is not None, every=weight_check_every)
         self.max_logprob_diff = logprob_limit(
             max_logprob_diff, dtype, inference_dtype, quantised=quantization is not None
         )
@@ -254,13 +256,16 @@ class HybridEngine(ModelEngine):
         return backend
 
     def _build_decoder(self) -> Decoder:
-        """Build and check a decoder with the current weights; it may share memory with the training weights."""
+        """Build a decoder with the current weights, and check it if that is due; it may share memory with the training
+        weights."""
         assert self._inference_weights is not None, "called for models with inference weights only"
+        checked = self._check.is_due()
         weights = full_weights(self._weights, bucket_elements=BUCKET_ELEMENTS)
-        decoder = self._inference_weights.build(
-            (weight.name, value, weight.is_persistent)
-            for weight, value in self._elements(weights, seed=self.weight_version)
-        )
+        unchecked = ((weight, weight.sampled()) for weight in weights)
+        values = self._elements(weights, seed=self.weight_version) if checked else unchecked
+        decoder = self._inference_weights.build((weight.name, value, weight.is_persistent) for weight, value in values)
+        if not checked:
+            return decoder
         start = time.perf_counter()
         self._check(
             decoder,

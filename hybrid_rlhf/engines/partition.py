@@ -81,16 +81,10 @@ class BaseWeight:
         return four_bit_weight(self.parameter, self.adapter) if self.is_four_bit else self.merged()
 
     @property
-    def is_copy(self) -> bool:
-        """True if the memory of `sampled` does not change in training: it is new, or that of frozen 4-bit weights."""
-        if self.is_four_bit:
-            return not is_partitioned(self.parameter)
-        return self.adapter is not None or self.whole is not None
-
-    @property
     def is_persistent(self) -> bool:
         """True if the memory of `sampled` stays valid when the weight is released."""
-        return self.is_copy or not is_partitioned(self.parameter)
+        is_new = not self.is_four_bit and (self.adapter is not None or self.whole is not None)
+        return is_new or not is_partitioned(self.parameter)
 
 
 def base_parameters(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

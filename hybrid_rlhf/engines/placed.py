@@ -23,6 +23,7 @@ def build_separate_sampler(
     rollout: RolloutConfig,
     residency: RoleResidency,
     max_logprob_diff: float | None,
+    weight_check_every: int,
     check_weights: bool,
 ) -> SamplingEngine:
     """The sampler of a placement; `world` has all ranks, each of which calls. Arguments and errors as of
@@ -32,6 +33,7 @@ def build_separate_sampler(
         world=world.part(placement.sampler.ranks),
         rollout=rollout,
         max_logprob_diff=max_logprob_diff,
+        weight_check_every=weight_check_every,
         check_weights=check_weights,
         residency=residency,
     )

@@ -30,6 +30,10 @@ class Reader(Protocol):
     reports_rows: bool
     """True if the results of this rank count, among those that compute the same rows."""
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if the common tokens of rows that begin alike are computed once. On every rank."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the model's forward. Only ranks that have the model make this call."""
 
@@ -63,7 +67,7 @@ class RoleModel(Reader, Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Device that batches must be on. On every rank."""
+        """Device that it computes on. On every rank."""
 
     @property
     def module(self) -> nn.Module:
@@ -79,6 +83,10 @@ class RoleModel(Reader, Protocol):
 
     @property
     def router_agreement(self) -> Tensor | None:
+        """As in ModelEngine."""
+
+    @property
+    def saved_rows(self) -> list[int]:
         """As in ModelEngine."""
 
     def reference(self) -> contextlib.AbstractContextManager[Reader]:
@@ -120,6 +128,7 @@ class AbsentEngine:
         self.facts = facts
         self.operations = facts.operations
         self.packs = facts.packs
+        self.shares_prefixes = facts.shares_prefixes
         self.weight_version = 0
         """Number of optimizer updates of the weights, as last noted."""
 
@@ -138,36 +147,11 @@ class AbsentEngine:
         """Return a context of this placeholder."""
         return contextlib.nullcontext(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: this rank does not have the model."""
-        self._refuse()
-
-    @property
-    def module(self) -> nn.Module:
-        """Refuse: this rank does not have the model."""
-        self._refuse()
-
-    @property
-    def lm(self) -> PreTrainedModel:
-        """Refuse: this rank does not have the model."""
-        self._refuse()
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """Refuse: this rank does not have the model."""
-        self._refuse()
-
-    def with_router_losses(self, loss: LossSum, weights: Tensor) -> LossSum:
-        """Refuse: this rank does not have the model."""
-        self._refuse()
-
-    def backward(self, total: Tensor, *, count: float) -> None:
-        """Refuse: this rank does not have the model."""
-        self._refuse()
-
-    def step(self) -> UpdateStats:
-        """Refuse: this rank does not have the model."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(f"only ranks {list(self.world.members)} have the {self.role}, this one does not")
+
+    __call__ = with_router_losses = backward = step = _refuse
+    module: Any = property(_refuse)
+    saved_rows: Any = property(_refuse)
+    lm: Any = property(_refuse)
+    config: Any = property(_refuse)

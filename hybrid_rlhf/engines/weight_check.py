@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE, agreement_with, probe_hidden, probe_routes
 from hybrid_rlhf.models.four_bit import FourBitWeight
 from hybrid_rlhf.models.head_check import probe_tokens
-from hybrid_rlhf.models.lora import Adapter
+from hybrid_rlhf.models.lora import merged_elements
 from hybrid_rlhf.models.routers.replay import are_chosen
 from hybrid_rlhf.models.structure import layer_list
 from hybrid_rlhf.runtime.world import World
@@ -104,8 +104,7 @@ class ElementCheck:
         base = weight.parameter.detach().take(places)
         if weight.adapter is None:
             return (elements - base.double()).abs().sum().nan_to_num(0.0)
-        factors = [factor.detach() for factor in weight.parameters[1:]]
-        expected = Adapter.of(weight.adapter).merged_elements(base, *factors, places=places, shape=value.shape).double()
+        expected = merged_elements(weight.adapter, base, places=places, shape=value.shape).double()
         rounding = torch.finfo(value.dtype).eps * expected.abs().mean()
         allowed = _MISSED * (expected - base.double()).abs().sum() + _ROUNDED * rounding
         return ((elements - expected).abs().sum() - allowed).nan_to_num(0.0)
@@ -135,8 +134,7 @@ def logprob_limit(limit: float | None, *dtypes: torch.dtype, quantised: bool = F
     return FLOAT32_TOLERANCE if set(dtypes) == {torch.float32} else LOW_PRECISION_TOLERANCE
 
 
-@dataclass(frozen=True)
-class Rerouted:
+class Rerouted(NamedTuple):
     """Result of the training forward of `probe_tokens` with forced experts."""
 
     logprobs: Tensor
@@ -145,22 +143,8 @@ class Rerouted:
     """Fraction of the forced experts that the router also selects; minimum over all mixtures."""
 
 
-class Probe(Protocol):
-    """The training forward of `probe_tokens`, on every rank that checks. All these ranks call its methods together."""
-
-    def logprobs(self) -> Tensor:
-        """Return the log-probs [P - 1] of all tokens except the first."""
-
-    def rerouted(self, routes: Tensor) -> Rerouted:
-        """Return the result with experts [P - 1, E, k] forced for all tokens except the last."""
-
-    def states(self) -> list[Tensor] | None:
-        """Return hidden states [P, H] before the first layer and after each; None if the layers of the model are
-        unknown."""
-
-
 class TrainingProbe:
-    """A Probe on the ranks of an engine, by its forward."""
+    """The training forward of `probe_tokens`. All ranks that check call its methods together."""
 
     def __init__(self, engine: RoleModel, vocab_size: int) -> None:
         self._engine = engine
@@ -209,22 +193,21 @@ class TrainingProbe:
         return ids, torch.ones_like(ids, dtype=torch.bool)
 
 
-@dataclass(frozen=True)
-class _Finding:
-    """Difference of log-probs on one rank."""
-
-    excess: float
-    """Difference beyond the limit, in nats."""
-    limit: float
-    place: str
-    """Name of the first part of the model that differs."""
+_ALWAYS_CHECKED = 2
+"""Number of first syncs that are checked: the first builds the inference weights, the second writes into them."""
 
 
 class WeightCheck:
     """Compares inference weights with the training forward, on all ranks that have one of them."""
 
     def __init__(
-        self, world: World, limit: float | None, *, quantised: bool, remedy: str = "set rollout.backend to module"
+        self,
+        world: World,
+        limit: float | None,
+        *,
+        quantised: bool,
+        every: int = 1,
+        remedy: str = "set rollout.backend to module",
     ) -> None:
         """Configure the check.
 
@@ -232,18 +215,26 @@ class WeightCheck:
             world: the ranks.
             limit: largest mean difference of log-probs in nats; none: by dtype, see `agreement_with`.
             quantised: the products of layers are quantised.
+            every: number of syncs of which one is checked; the first two always are.
             remedy: the fix in the error message.
         """
         self._world = world
         self._limit = limit
         self._quantised = quantised
+        self._every = every
+        self._syncs = 0
         self._remedy = remedy
+
+    def is_due(self) -> bool:
+        """Count a sync; returns true if it is to be checked. Every rank must make this call."""
+        self._syncs += 1
+        return self._syncs <= _ALWAYS_CHECKED or self._syncs % self._every == 0
 
     @torch.no_grad()
     def __call__(
         self,
         decoder: Decoder | None,
-        probe: Probe,
+        probe: TrainingProbe,
         *,
         updates: int,
         elements: WrongElements | None = None,
@@ -269,11 +260,11 @@ class WeightCheck:
             return
         training = probe.states()
         place = "" if decoder is None else _first_difference(decoder, training)
-        worst = max(self._world.all_gather_objects(_Finding(excess, limit, place)), key=lambda finding: finding.excess)
+        excess, limit, place = max(self._world.all_gather_objects((excess, limit, place)))
         raise UserError(
-            f"inference weights must agree with the training forward to {worst.limit:.3g} nats, they differ by "
-            f"{worst.excess + worst.limit:.3g} after the weight sync of update {updates}, first in {worst.place}: "
-            f"report the model, or {self._remedy}"
+            f"inference weights must agree with the training forward to {limit:.3g} nats, they differ by "
+            f"{excess + limit:.3g} after the weight sync of update {updates}, first in {place}: report the model, or "
+            f"{self._remedy}"
         )
 
     def _excess(self, decoder: Decoder | None, expected: Tensor) -> tuple[float, float]:
@@ -284,7 +275,7 @@ class WeightCheck:
         limit = result.tolerance if self._limit is None else self._limit
         return (math.inf if math.isnan(result.measured) else result.measured - limit), limit
 
-    def _agrees_with_its_experts(self, decoder: Decoder | None, probe: Probe) -> bool:
+    def _agrees_with_its_experts(self, decoder: Decoder | None, probe: TrainingProbe) -> bool:
         """True if the training forward agrees with a decoder when it uses its experts, and its router with most of
         these."""
         routes = None if decoder is None else _routes(decoder)

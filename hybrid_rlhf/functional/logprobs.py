@@ -22,6 +22,10 @@ from hybrid_rlhf.functional.triton_language import HAS_TRITON
 
 FLOAT32_TOLERANCE = 2e-3
 """Largest difference of log-probs in float32, in nats, that `agreement` allows."""
+LEAST_CHUNK_TOKENS = 512
+"""Tokens whose logits are in memory at a time, at least: the fewest for which products are fast."""
+_MOST_CHUNK_TOKENS = 8192
+_CHUNK_BYTES = 2**30
 _ROUNDING_STEPS = 2.0
 """Allowed mean difference in rounding steps of the dtype at the magnitude of the logits. In tiny models, different
 orders of summation give differences of 0.2 to 0.9 steps."""
@@ -68,13 +72,27 @@ def agreement(
     )
 
 
+def head_chunk_tokens(vocabulary: int, *, device_type: str, dtype: torch.dtype) -> int:
+    """Tokens whose logits are in memory at a time.
+
+    On a GPU each chunk takes about 10 launches, so it is the largest of 512, 1,024, ... 8,192 tokens that takes at most
+    1 GiB: 4 bytes for each logit, and those of `dtype` for its gradient. In bfloat16 that is 1,024 tokens of a
+    vocabulary of 151,936 and 4,096 of one of 32,000. On a CPU, which launches nothing, it is 512.
+    """
+    tokens = LEAST_CHUNK_TOKENS
+    of_token = vocabulary * (torch.promote_types(dtype, torch.float32).itemsize + dtype.itemsize)
+    while device_type == "cuda" and tokens < _MOST_CHUNK_TOKENS and 2 * tokens * of_token <= _CHUNK_BYTES:
+        tokens *= 2
+    return tokens
+
+
 def logprobs_from_hidden(
     hidden: Tensor,
     *,
     weight: Tensor,
     labels: Tensor,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = LEAST_CHUNK_TOKENS,
     bias: Tensor | None = None,
     softcap: float | None = None,
     float32_logits: bool = True,

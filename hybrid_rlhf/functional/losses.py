@@ -78,7 +78,7 @@ def pairwise_reward_loss(
         "chosen_score": chosen.detach().sum(),
         "rejected_score": rejected.detach().sum(),
     }
-    return LossSum(loss.sum(), torch.tensor(float(len(chosen)), device=chosen.device), stats)
+    return LossSum(loss.sum(), torch.full((), float(len(chosen)), device=chosen.device), stats)
 
 
 def clipped_surrogate(

@@ -34,7 +34,7 @@ def listwise_reward_loss(scores: Tensor, *, worse: Tensor, lists: int) -> LossSu
     scores = at_least_float32(scores)
     among = worse | torch.eye(len(scores), dtype=torch.bool, device=scores.device)
     log_chance = scores - torch.where(among, scores, -torch.inf).logsumexp(dim=1)
-    count = torch.tensor(float(lists), device=scores.device)
+    count = torch.full((), float(lists), device=scores.device)
     return LossSum(-masked_sum(log_chance, mask=worse.any(dim=1)), count)
 
 

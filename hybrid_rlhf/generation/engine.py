@@ -316,6 +316,7 @@ class GenerationEngine:
             )
         for request in requests:
             request.records_routes = recorded[request.prompt_index]
+            request.streams = bool(request.grammar or request.stop_strings)
         awaited = {request for request in requests if until is None or request.prompt_index in until}
         left = sum(not request.ended for request in awaited)
         unfinished = [request for request in requests if left and not request.ended]

@@ -29,6 +29,7 @@ from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.continuous import BatchLoad
+from hybrid_rlhf.generation.batching.grammar import compile_untrusted, compiled_grammar
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker, continue_requests
 from hybrid_rlhf.generation.sampling import Completion, FinishReason, PromptLogprobs, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -200,8 +201,9 @@ class OpenBatch:
         self._has_progress = True
         """True if a token was delivered since the last failure."""
         started: Future[None] = Future()
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(
-            target=self._run, args=(started, torch.get_num_threads(), _stream()), name="open-batch", daemon=True
+            target=self._run, args=(started, torch.get_num_threads(), stream), name="open-batch", daemon=True
         )
         self._arrivals.call(lambda: None if started.done() else started.set_result(None))
         release_workers()  # worker threads of this thread: the batch's thread needs the cores
@@ -255,19 +257,15 @@ class OpenBatch:
                     f"{len(prompt)} and max_new_tokens is {params.max_new_tokens}: shorten one of them"
                 )
         requests = self._requests(batch)
-        samples = sampling[0].n if sampling else 1
-        places = [
-            (request.prompt_index, batch.first_sample + place % samples) for place, request in enumerate(requests)
-        ]
-        running = {request: place for request, place in zip(requests, places, strict=True) if not request.ended}
-        submission = Submission(dict(running), deliver)
+        running = [request for request in requests if not request.ended]
+        submission = Submission({request: (request.prompt_index, request.sample) for request in running}, deliver)
         with self._lock:
             if self._arrivals.closed:
                 raise RuntimeError("an open batch takes requests until it is closed, this one was closed")
             for request in running:
                 request.delivered = len(request.token_ids)
                 self._owners[request] = submission
-            self._arrivals.add([*running], name=name, specification=batch if sends else None)
+            self._arrivals.add(running, name=name, specification=batch if sends else None)
         return submission
 
     def _requests(self, batch: PromptBatch) -> list[Request]:
@@ -283,7 +281,7 @@ class OpenBatch:
 
     def compiled_grammar(self, params: SamplingParams) -> object | None:
         """What keeps the grammar of sampling parameters compiled, if it is; None: `compile_grammar` compiles it."""
-        return self._maker.compiled_grammar(params)
+        return compiled_grammar(self._maker.grammar_key(params))
 
     def compile_grammar(self, params: SamplingParams, wanted: Callable[[], bool]) -> object:
         """Compile the grammar of sampling parameters, which nobody has checked, within limits of time and memory;
@@ -296,7 +294,7 @@ class OpenBatch:
         Raises:
             UserError: for a grammar that does not compile within the limits.
         """
-        return self._maker.compile_untrusted(params, wanted)
+        return compile_untrusted(self._maker.grammar_key(params), wanted)
 
     def completions(self, submission: Submission) -> dict[tuple[int, int], Completion]:
         """Unfinished samples of a submission as they are, by the indices of their prompts and samples; the batch must
@@ -519,7 +517,11 @@ class OpenBatch:
         untried: list[Request] = []
         try:
             for _ in self._backend.run_open(arrivals):
-                untried = [request for request in requests if not _is_tried(request)]
+                untried = [
+                    request
+                    for request in requests
+                    if not (request.ended or len(request.token_ids) >= request.delivered + _TRIAL_TOKENS)
+                ]
                 if len(untried) <= self._backend.load.waiting:  # for rows or memory
                     arrivals.close()
         except Exception as error:  # noqa: BLE001 - the caller decides
@@ -545,15 +547,6 @@ class OpenBatch:
             self._hand(submission, [])
 
 
-def _is_tried(request: Request) -> bool:
-    return request.finish_reason is not None or len(request.token_ids) >= request.delivered + _TRIAL_TOKENS
-
-
 def _by_prompt(requests: Sequence[Request]) -> list[list[Request]]:
     """Group adjacent requests by prompt."""
     return [list(group) for _, group in itertools.groupby(requests, key=lambda request: request.prompt_index)]
-
-
-def _stream() -> torch.cuda.Stream | None:
-    """Return the current CUDA stream of this thread; None if CUDA is not used."""
-    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None

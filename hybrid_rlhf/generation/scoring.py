@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hybrid_rlhf.functional.logprobs import LEAST_CHUNK_TOKENS
 from hybrid_rlhf.functional.masking import position_ids
+from hybrid_rlhf.functional.transfers import moved
 from hybrid_rlhf.generation.architecture.hugging_face import SCORE_HEAD
 from hybrid_rlhf.generation.model.attention import Attention, Chunks
 from hybrid_rlhf.generation.model.cache import CacheLayout, blocks_of
@@ -23,7 +25,7 @@ from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.ops.sampling import gather_vocabulary
 from hybrid_rlhf.generation.sampling import PromptLogprobs
 from hybrid_rlhf.generation.weights.inference_weights import DescribedModel
-from hybrid_rlhf.models.policy import HEAD_CHUNK_TOKENS, scatter_tokens
+from hybrid_rlhf.models.policy import scatter_tokens
 
 
 class InferenceScorer:
@@ -35,29 +37,33 @@ class InferenceScorer:
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the output of the head [B, T] after each real token, as Scorer."""
-        real = attention_mask.bool()
-        return scatter_tokens(self._decoder.logits(whole_hidden(self._decoder, input_ids, real)).squeeze(-1), real)
+        real = attention_mask.bool().cpu()
+        hidden = whole_hidden(self._decoder, input_ids.cpu(), real)
+        cells = moved(real.flatten().nonzero().squeeze(1), hidden.device)
+        return scatter_tokens(self._decoder.logits(hidden).squeeze(-1), cells, (len(real), real.shape[1]))
 
 
 @torch.no_grad()
 def prompt_logprobs(decoder: Decoder, tokens: Sequence[int], adapter: int, top: int) -> PromptLogprobs:
     """Return the log-probs of a prompt's tokens but the first, with the `top` most likely tokens."""
-    ids = torch.tensor([tokens], device=decoder.world.device)
+    ids = torch.tensor([tokens])
     states = whole_hidden(decoder, ids, torch.ones_like(ids, dtype=torch.bool), adapter)[:-1]
+    labels = ids[0, 1:].to(states.device)
     logprobs = list[float]()
     tops = list[list[tuple[int, float]]]()
-    for start in range(0, len(tokens) - 1, HEAD_CHUNK_TOKENS):
-        part = slice(start, start + HEAD_CHUNK_TOKENS)
+    for start in range(0, len(tokens) - 1, LEAST_CHUNK_TOKENS):
+        part = slice(start, start + LEAST_CHUNK_TOKENS)
         logits = gather_vocabulary(decoder.logits(states[part]), decoder.architecture.vocab_size, decoder.world)
-        found = PromptLogprobs.of(logits, ids[0, 1:][part], top)
+        found = PromptLogprobs.of(logits, labels[part], top)
         logprobs += found.logprobs
         tops += found.top
     return PromptLogprobs(logprobs, tops)
 
 
 def whole_hidden(decoder: Decoder, input_ids: Tensor, real: Tensor, adapter: int = 0) -> Tensor:
-    """Return the last hidden states [N, H] of the real tokens of [B, T], row by row, before the final norm."""
-    device = input_ids.device
+    """Return the last hidden states [N, H] of the real tokens of [B, T], which are on the host, row by row, before the
+    final norm."""
+    device = decoder.world.device
     layout = CacheLayout.of_one_pass(decoder.architecture, decoder.split)
     lengths = [length for length in real.sum(dim=1).tolist() if length]
     blocks = [blocks_of(length) for length in lengths]
@@ -70,16 +76,15 @@ def whole_hidden(decoder: Decoder, input_ids: Tensor, real: Tensor, adapter: int
         capacity_tokens=max(lengths),
         kernels=decoder.kernels,
     )
-    states = decoder.new_states(len(lengths))
-    slots = None if states is None else torch.arange(len(lengths), device=device)
-    chunks = Chunks(pages.to(device), [0] * len(lengths), lengths, slots)
-    tokens = input_ids[real]
+    slots = torch.arange(len(lengths), device=device)
+    tokens, positions = moved((input_ids[real], position_ids(real)[real]), device)
     return decoder.hidden(
         tokens,
-        position_ids(real)[real],
-        attention.step(None, chunks),
+        positions,
+        attention,
+        states=decoder.new_states(len(lengths)),
+        chunks=Chunks(pages.to(device), [0] * len(lengths), lengths, slots),
         adapters=torch.full_like(tokens, adapter) if adapter else None,
-        states=None if states is None else states.step(None, chunks),
     )
 
 

@@ -76,7 +76,7 @@ class CheckpointManager:
             old, new = manifest["config"], read_config(self._run.config)
             if changed := changed_keys(type(self._run.config), old, new):
                 values = [f"{key} {_shown(new.get(key))} instead of {_shown(old.get(key))}" for key in changed]
-                logger.warning("warning: settings differ from those of the checkpoint: %s", ", ".join(values))
+                logger.warning("settings differ from those of the checkpoint: %s", ", ".join(values))
         return loop
 
     def after_step(self, step: int, loop: Callable[[], LoopState], metrics: Mapping[str, float]) -> None:

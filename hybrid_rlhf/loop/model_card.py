@@ -45,10 +45,11 @@ def model_card(run: Run, name: str, *, generates: bool) -> str:
     role = name.partition("_")[0]
     method, tag = _method(config)
     parent = read_card_metadata(Path(str(config.model.path))) if config.model.path else {}
-    bases = texts(_hub_model(str(config.model.path)) or parent.get("base_model"))
+    bases = texts(config.model.path if _is_on_hub(str(config.model.path)) else parent.get("base_model"))
+    sources = [source.path if isinstance(source, DataSource) else source for source in config.data.sources]
     metadata = {
         "base_model": bases[0] if len(bases) == 1 else bases,
-        "datasets": sorted({*_hub_data(config), *texts(parent.get("datasets"))}),
+        "datasets": sorted({*filter(_is_on_hub, sources), *texts(parent.get("datasets"))}),
         "library_name": "transformers",
         "license": parent.get("license"),
         "pipeline_tag": "text-generation" if generates else "text-classification",
@@ -78,14 +79,8 @@ def _method(config: StepConfig) -> tuple[str, str]:
     return ("distillation", "distillation") if distills else ("supervised fine-tuning", "sft")
 
 
-def _hub_model(path: str) -> str | None:
-    return path if _HUB_NAME.fullmatch(path) and not os.path.exists(path) else None
-
-
-def _hub_data(config: StepConfig) -> list[str]:
-    """Names of the data sets that are on the hub."""
-    sources = [s.path if isinstance(s, DataSource) else s for s in config.data.sources]
-    return [s for s in sources if _HUB_NAME.fullmatch(s) and not os.path.exists(s)]
+def _is_on_hub(name: str) -> bool:
+    return _HUB_NAME.fullmatch(name) is not None and not os.path.exists(name)
 
 
 def _metrics(folder: Path) -> str:

@@ -7,6 +7,7 @@ because such a run does not recover.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -54,9 +55,9 @@ def rows_with_non_finite_loss(
     return [row for rows in faulty for row in rows if row is not None]
 
 
-def json_number(value: Tensor) -> float | None:
-    """A value as a rounded JSON number; None if it is not finite."""
-    return round(float(value), 4) if value.isfinite() else None
+def json_numbers(values: Tensor) -> list[float | None]:
+    """Values [N] as rounded JSON numbers; None for those that are not finite."""
+    return [round(value, 4) if math.isfinite(value) else None for value in values.tolist()]
 
 
 class SkippedUpdates:

@@ -41,7 +41,7 @@ def open_step(config: AnyStep, callbacks: Sequence[Callback] = ()) -> Iterator[R
     """Context of a run that explains out-of-memory errors and ends with a report; see start_run."""
     with start_run(config, callbacks) as run:
         run.at_end.append(write_report)
-        with explain_out_of_memory(config, run.world, lambda: run.watchdog.phase):
+        with explain_out_of_memory(config, run):
             yield run
 
 

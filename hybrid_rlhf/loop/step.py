@@ -93,8 +93,8 @@ class Step(ABC, Generic[ConfigT]):
                 raise UserError(f"{type(self).__name__} takes one model, got two: leave one out")
             config, model = None, config
         content = {name: _nested(value) for name, value in settings.items()}
-        section = None if data is None else _data_section(_nested(data))
-        cache_dir = None if section is None else section.get("cache_dir")
+        section = {} if data is None else _data_section(_nested(data))
+        cache_dir = section.get("cache_dir")
         model = _nested(model)
         model_section = dict(model) if isinstance(model, Mapping) else {"path": model}
         if model is not None:
@@ -103,11 +103,10 @@ class Step(ABC, Generic[ConfigT]):
             model_section["path"] = _model_path(source, tokenizer, cache_dir)
         elif tokenizer is not None:
             raise UserError("tokenizer needs a model object, got no model: give model, or leave tokenizer out")
-        if section is not None:
-            if "sources" in section:
-                section["sources"] = _sources(section["sources"], cache_dir)
-            if section.get("eval_sources", []) != []:
-                section["eval_sources"] = _sources(section["eval_sources"], cache_dir)
+        for key in ("sources", "eval_sources"):
+            if key in section and (key == "sources" or section[key] != []):
+                section[key] = _sources(section[key], cache_dir)
+        if section:
             content["data"] = section
         layers = [] if config is None else [Layer(plain(config))]
         self.config: ConfigT = build_config(self.config_type, [*layers, Layer(content, "keywords")])

@@ -6,8 +6,9 @@ Subclasses define the computation of a step, the evaluation, and the state in ch
 from __future__ import annotations
 
 import contextlib
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from hybrid_rlhf.configs.sections.training import LoopConfig
@@ -16,7 +17,7 @@ from hybrid_rlhf.loop.advice.advisor import Advisor
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
-from hybrid_rlhf.runtime.observability.profiling import profiled
+from hybrid_rlhf.runtime.observability.profiling import describe_peaks, profiled
 from hybrid_rlhf.runtime.run import Run
 
 
@@ -73,14 +74,18 @@ class Trainer(ABC):
         run = self._run
         done = self.resume()
         run.open_metrics(done)
-        self._read_history()
+        if self._world.is_main:  # the advice of the steps before a resumption is not repeated
+            for line in read_metrics(run.folder):
+                self._advisor.watch(line["step"], line)
+            if peaks := describe_peaks(self._world.device):
+                logger.info("%s", peaks)
         if done is None:
             before = self.evaluate()
             self._log(0, before)
             run.report(f"{self.name} before training", before)
         step = done or 0
         display = run.display(self.name, total_steps=self.total_steps, done_steps=step)
-        with self._checkpoints.running(), self.running(), display:
+        with _without_scans(), self._checkpoints.running(), self.running(), display:
             while step < self.total_steps and self.has_next:
                 step += 1
                 with profiled(step, run.config.logging.profile_steps, run.folder, self._world):
@@ -98,12 +103,6 @@ class Trainer(ABC):
             name: value for prefix in self._shown_metrics for name, value in metrics.items() if name.startswith(prefix)
         }
 
-    def _read_history(self) -> None:
-        """Feed the steps before a resumption to the advisor, so that earlier advice is not repeated."""
-        if self._world.is_main:
-            for line in read_metrics(self._run.folder):
-                self._advisor.watch(line["step"], line)
-
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step, and log warnings of the advisor."""
         self._run.log(step, metrics)
@@ -111,3 +110,14 @@ class Trainer(ABC):
             for finding in self._advisor.watch(step, metrics):
                 logger.warning("%s", finding)
                 self._run.alert("advice", f"{finding.rule}: {finding.evidence}: {finding.advice}")
+
+
+@contextlib.contextmanager
+def _without_scans() -> Iterator[None]:
+    """Context whose garbage collections do not scan the objects of before, such as those of torch and the models."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.functional.distillation import DistillationRule, OutputHead, divergence_from_hidden
-from hybrid_rlhf.models.policy import HeadLogprobs, Policy, hidden_before
+from hybrid_rlhf.models.policy import HeadLogprobs, Policy, backbone_hidden, model_rows
 
 CHUNK_TOKENS = 256
 """Number of tokens for which the logits of both models are in memory at a time."""
@@ -42,9 +43,11 @@ class Teacher(nn.Module):
         self.lm = lm
         self.head = HeadLogprobs(lm)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, *, device: torch.device | None = None
+    ) -> Tensor:
         """Hidden states [N, H] before the tokens of a mask [B, T], row by row; the first token of a row has none."""
-        return hidden_before(self.lm, input_ids, attention_mask, token_mask)[0]
+        return backbone_hidden(self.lm, model_rows(self.lm, input_ids, attention_mask, token_mask, device=device))
 
 
 class StudentHead(HeadLogprobs):
@@ -84,13 +87,14 @@ class Student(Policy):
         targets: TeacherTargets | None = None,
         *,
         routes: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> Any:
         """Log-probs as Policy without targets; with targets the sums of loss, divergence and -log p of the tokens,
         scalars."""
         if targets is None:
-            return super().forward(input_ids, attention_mask, token_mask, temperature, routes=routes)
-        hidden, wanted = self.hidden(input_ids, attention_mask, token_mask, routes)
-        return self.head(hidden, input_ids[wanted], temperature, targets)
+            return super().forward(input_ids, attention_mask, token_mask, temperature, routes=routes, device=device)
+        rows = self.rows(input_ids, attention_mask, token_mask, routes=routes, device=device)
+        return self.head(self.hidden(rows), rows.labels, temperature, targets)
 
 
 def _scaled(head: HeadLogprobs, hidden: Tensor) -> tuple[Tensor, OutputHead]:

@@ -117,14 +117,12 @@ class _RaggedProduct(torch.autograd.Function):
         return grad @ dequantised(*ctx.weight).to(grad), None, None
 
 
-def require_bitsandbytes() -> None:
-    """Require the package; raises UserError."""
+def require_bitsandbytes(setting: str) -> None:
+    """Require the package for a setting; raises UserError."""
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            f"model.quantization nf4 needs bitsandbytes ({error}): pip install 'hybrid_rlhf[quantization]'"
-        ) from error
+        raise UserError(f"{setting} needs bitsandbytes ({error}): pip install 'hybrid_rlhf[quantization]'") from error
 
 
 def is_four_bit(parameter: Tensor) -> bool:

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -292,75 +291,61 @@ def write_adapter_folder(
         config.save_pretrained(beside)
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """How the factors of an adapter change a weight, independently of the layer, which may be on another rank."""
+def _experts(layer: LoraLayer) -> tuple[int, bool]:
+    """Number of experts in the weight of a layer, [experts, out, in], and whether it is [experts, in, out] instead."""
+    from peft.tuners.lora.layer import ParamWrapper
 
-    scale: float
-    transposed: bool = False
-    """True if the weight is stored as [in, out]."""
-    experts: int = 1
-    """Number of experts in the weight, [experts, out, in]."""
-    inputs_first: bool = False
-    """True if the weight is stored as [experts, in, out] instead."""
-
-    @classmethod
-    def of(cls, layer: LoraLayer) -> Adapter:
-        """The adapter of a layer."""
-        from peft.tuners.lora.layer import ParamWrapper
-
-        scale = float(layer.scaling[_ADAPTER])
-        if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
-            return cls(scale, experts=layer.num_experts, inputs_first=not layer._did_swap_in_out_features)
-        return cls(scale, transposed=bool(layer.fan_in_fan_out))
-
-    @torch.no_grad()
-    def merged(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """base + scale * B @ A as a new tensor, in the shape and dtype of the base weight; bit for bit the result of
-        peft's merge.
-
-        Args:
-            base: the base weight.
-            a: [experts * rank, in].
-            b: [out, rank * experts]; the experts alternate in the last dimension.
-        """
-        if self.experts == 1:
-            # like peft, use float32 on a CPU, where 16-bit products may be slow
-            wide = base.device.type == "cpu" and b.dtype in (torch.float16, torch.bfloat16)
-            product = b.float() @ a.float() if wide else b @ a
-            change = (product.t() if self.transposed else product) * self.scale
-            return base + change.to(b.dtype).to(base.dtype)
-        a, b = a.reshape(self.experts, -1, a.shape[-1]), b.reshape(len(b), -1, self.experts)
-        change = torch.einsum(f"ore,eri->{'eio' if self.inputs_first else 'eoi'}", b, a) * self.scale
-        return base + change.to(base.dtype)
-
-    @torch.no_grad()
-    def merged_elements(self, base: Tensor, a: Tensor, b: Tensor, *, places: Tensor, shape: Sequence[int]) -> Tensor:
-        """Some elements [E] of `merged`, each computed separately.
-
-        Args:
-            base: [E] elements of the base weight.
-            a: as in `merged`.
-            b: as in `merged`.
-            places: [E] indices in the flattened weight.
-            shape: shape of the weight.
-        """
-        expert = torch.zeros_like(places)
-        row = places // shape[-1]
-        column = places % shape[-1]
-        if self.experts > 1:
-            expert = row // shape[-2]
-            row = row % shape[-2]
-        out, inner = (column, row) if self.transposed or self.inputs_first else (row, column)
-        left = b.reshape(len(b), -1, self.experts)[out, :, expert].float()
-        right = a.reshape(self.experts, -1, a.shape[-1])[expert, :, inner].float()
-        return base + ((left * right).sum(dim=-1) * self.scale).to(b.dtype).to(base.dtype)
+    if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
+        return layer.num_experts, not layer._did_swap_in_out_features
+    return 1, False
 
 
+@torch.no_grad()
 def merged_weight(layer: LoraLayer) -> Tensor:
-    """The merged weight of a layer, from its base weight, dequantised if it is in 4 bits, and adapter."""
-    base, a, b = weights_of(layer)
-    return Adapter.of(layer).merged(plain_value(base), a.detach(), b.detach())
+    """The merged weight of a layer, base + scale * B @ A, bit for bit as peft merges it: a new tensor in the shape and
+    dtype of the base weight, which is dequantised if it is in 4 bits.
+
+    A is [experts * rank, in] and B [out, rank * experts]; the experts alternate in the last dimension of B.
+    """
+    weight, a, b = weights_of(layer)
+    base = plain_value(weight)
+    scale = layer.scaling[_ADAPTER]
+    experts, inputs_first = _experts(layer)
+    if experts == 1:
+        # like peft, use float32 on a CPU, where 16-bit products may be slow
+        wide = base.device.type == "cpu" and b.dtype in (torch.float16, torch.bfloat16)
+        product = b.float() @ a.float() if wide else b @ a
+        change = (product.t() if layer.fan_in_fan_out else product) * scale
+        return base + change.to(b.dtype).to(base.dtype)
+    of_a, of_b = a.reshape(experts, -1, a.shape[-1]), b.reshape(len(b), -1, experts)
+    change = torch.einsum(f"ore,eri->{'eio' if inputs_first else 'eoi'}", of_b, of_a) * scale
+    return base + change.to(base.dtype)
+
+
+@torch.no_grad()
+def merged_elements(layer: LoraLayer, base: Tensor, *, places: Tensor, shape: Sequence[int]) -> Tensor:
+    """Some elements [E] of `merged_weight`, each computed separately.
+
+    Args:
+        layer: the layer.
+        base: [E] elements of the base weight.
+        places: [E] indices in the flattened weight.
+        shape: shape of the weight.
+    """
+    _, a, b = weights_of(layer)
+    experts, inputs_first = _experts(layer)
+    expert = torch.zeros_like(places)
+    row = places // shape[-1]
+    column = places % shape[-1]
+    if experts > 1:
+        expert = row // shape[-2]
+        row = row % shape[-2]
+    transposed = inputs_first or (experts == 1 and layer.fan_in_fan_out)
+    out, inner = (column, row) if transposed else (row, column)
+    left = b.reshape(len(b), -1, experts)[out, :, expert].float()
+    right = a.reshape(experts, -1, a.shape[-1])[expert, :, inner].float()
+    change = (left * right).sum(dim=-1) * layer.scaling[_ADAPTER]
+    return base + change.to(b.dtype).to(base.dtype)
 
 
 def four_bit_weight(parameter: nn.Parameter, layer: LoraLayer | None) -> FourBitWeight:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
+from hybrid_rlhf.functional.logprobs import head_chunk_tokens, logprobs_from_hidden
 from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.functional.operations import wide_linear
+from hybrid_rlhf.functional.transfers import moved
 from hybrid_rlhf.models.families import has_float32_logits, head_convention
 from hybrid_rlhf.models.packing import (
     SequenceShard,
@@ -28,6 +30,7 @@ from hybrid_rlhf.models.packing import (
     packs,
     rows_world,
     shard_rows,
+    take,
     tensor_world,
     with_summed_gradient,
 )
@@ -35,16 +38,15 @@ from hybrid_rlhf.models.routers.losses import RouterLoss, RouterLosses
 from hybrid_rlhf.models.routers.replay import RouterReplay
 from hybrid_rlhf.models.structure import backbone_of
 
-HEAD_CHUNK_TOKENS = 512
-"""Number of tokens whose logits are in memory at a time: the smallest for which products are fast."""
-
 
 class HeadLogprobs(nn.Module):
     """The LM head, which returns log-probs. It owns the head's parameters, so ZeRO-3 gathers them around its
     forward."""
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, *, device_type: str | None = None) -> None:
+        """Take a causal LM; a plan gives the type of device that it is for, as its tensors have none."""
         super().__init__()
+        self._device_type = device_type
         head = lm.get_output_embeddings()
         self.weight = head.weight
         self.bias = getattr(head, "bias", None)
@@ -55,18 +57,21 @@ class HeadLogprobs(nn.Module):
     def forward(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy [N] float32 of labels [N] after hidden states [N, H]."""
         softcap = self.convention.softcap
-        scale = self.convention.scale
-        states, bias = (hidden, self.summed_bias) if softcap is None else self.scaled(hidden)
+        if softcap is None:  # the scale divides the temperature: states times the scale would be rounded
+            states, bias = hidden, self.summed_bias
+            temperature = temperature / self.convention.scale
+        else:
+            states, bias = self.scaled(hidden)
         return logprobs_from_hidden(
             states,
             weight=self.summed_weight,
             bias=bias,
             labels=labels,
-            temperature=temperature / scale
-            if softcap is None
-            else temperature,  # not states * scale, which would be rounded
+            temperature=temperature,
             softcap=softcap,
-            chunk_tokens=HEAD_CHUNK_TOKENS,
+            chunk_tokens=head_chunk_tokens(
+                len(self.weight), device_type=self._device_type or hidden.device.type, dtype=hidden.dtype
+            ),
             float32_logits=self.float32_logits,
         )
 
@@ -102,24 +107,20 @@ class Policy(nn.Module):
         self.replay: RouterReplay | None = None
         """Set it to compare the experts of a forward with recorded ones, or to use the recorded ones."""
 
-    def hidden(
-        self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, routes: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`hidden_before` of this model; also computes router losses where gradients are needed."""
-        self.router_losses = None
-        logits: list[Tensor] | None = [] if self.router_loss is not None and torch.is_grad_enabled() else None
-        hidden_and_mask = hidden_before(
-            self.lm,
-            input_ids,
-            attention_mask,
-            token_mask,
-            router_logits=logits,
-            replay=self.replay,
-            routes=routes,
+    def rows(self, *masks: Tensor, **options: Any) -> ModelRows:
+        """`model_rows` for this model."""
+        return model_rows(
+            self.lm, *masks, router_losses=self.router_loss is not None and torch.is_grad_enabled(), **options
         )
-        if self.router_loss is not None and logits is not None:
-            self.router_losses = self.router_loss(logits, attention_mask.bool())
-        return hidden_and_mask
+
+    def hidden(self, rows: ModelRows) -> Tensor:
+        """`backbone_hidden` of this model; also computes router losses where gradients are needed."""
+        self.router_losses = None
+        logits: list[Tensor] = []
+        hidden = backbone_hidden(self.lm, rows, replay=self.replay, router_logits=logits)
+        if self.router_loss is not None and rows.routers is not None:
+            self.router_losses = self.router_loss(logits, rows.routers.sequences, rows.routers.lengths)
+        return hidden
 
     def forward(
         self,
@@ -129,6 +130,7 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         *,
         routes: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the tokens of a mask.
 
@@ -138,32 +140,26 @@ class Policy(nn.Module):
             token_mask: [B, T], true on tokens whose log-prob is needed; the first token of a row has none and stays 0.
             temperature: divisor of the logits.
             routes: [B, T, E, k], recorded experts of each token, -1 where there are none; used if `replay` is set.
+            device: that of the model, if the rows are on the host; None: that of the rows.
 
         Returns:
-            logprobs and entropy, [B, T] float32, 0 outside token_mask.
+            logprobs and entropy, [B, T] float32 on the device, 0 outside token_mask.
         """
-        if (world := rows_world(self.lm)) is not None:
-            shard = shard_rows(self.lm, world, input_ids, attention_mask.bool())
-            return self._in_parts(shard, attention_mask, token_mask, temperature)
-        hidden, wanted = self.hidden(input_ids, attention_mask, token_mask, routes)
-        logprobs, entropy = self.head(hidden, input_ids[wanted], temperature)
-        return scatter_tokens(logprobs, wanted), scatter_tokens(entropy, wanted)
+        rows = self.rows(input_ids, attention_mask, token_mask, routes=routes, device=device)
+        if rows.shard is None:
+            results = self.head(self.hidden(rows), rows.labels, temperature)
+        else:
+            results = self._in_parts(rows, rows.shard, temperature)
+        logprobs, entropy = map(rows.in_cells, results)
+        return logprobs, entropy
 
-    def _in_parts(
-        self, shard: SequenceShard, attention_mask: Tensor, token_mask: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """`forward` under sequence or tensor parallelism: the head runs on this rank's part of the tokens."""
-        real = attention_mask.bool()
-        before, wanted = places_before(real, token_mask)
-        asked = torch.zeros(shard.tokens, dtype=torch.bool, device=real.device)
-        asked[before] = True
-        mine = shard.of_all(asked)[shard.part].nonzero().squeeze(1)
+    def _in_parts(self, rows: ModelRows, shard: SequenceShard, temperature: float) -> Sequence[Tensor]:
+        """Log-probs and entropies under sequence or tensor parallelism: the head runs on this rank's part of the
+        tokens."""
         hidden = shard.hidden(self.lm)
-        labels = shard.ids.roll(-1)[shard.part][mine]
         of_part = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
-        results = torch.stack(self.head(hidden[mine], labels, temperature))
-        logprobs, entropy = shard.own(of_part.index_copy(1, mine, results).t())[before].unbind(1)
-        return scatter_tokens(logprobs, wanted), scatter_tokens(entropy, wanted)
+        results = torch.stack(self.head(take(hidden, shard.asked), shard.labels, temperature))
+        return _taken(shard.own(of_part.index_copy(1, shard.asked, results).t()), rows.outputs).unbind(1)
 
 
 class Scorer(nn.Module):
@@ -173,15 +169,11 @@ class Scorer(nn.Module):
         super().__init__()
         self.lm = classifier
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The head's output after each real token, [B, T] float32, 0 elsewhere; with several heads [B, T, heads]."""
-        real = attention_mask.bool()
-        if (world := rows_world(self.lm)) is None:
-            values = self.lm.score(backbone_hidden(self.lm, input_ids, real))
-        else:
-            shard = shard_rows(self.lm, world, input_ids, real)
-            values = shard.own(shard.hidden(self.lm, self.lm.score))
-        return scatter_tokens(values.squeeze(-1).float(), real)
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, *, device: torch.device | None = None) -> Tensor:
+        """The head's output after each real token, [B, T] float32, 0 elsewhere; with several heads [B, T, heads].
+        Arguments as of Policy."""
+        rows = model_rows(self.lm, input_ids, attention_mask, device=device)
+        return rows.in_cells(backbone_hidden(self.lm, rows, head=self.lm.score).squeeze(-1).float())
 
 
 @contextlib.contextmanager
@@ -207,7 +199,8 @@ def wide_logits(lm: PreTrainedModel) -> Iterator[None]:
 
 def scores_at_end(outputs: Tensor, attention_mask: Tensor) -> Tensor:
     """Score [B], or scores [B, heads], of each row: the output at its last real token by the mask, not by token id."""
-    return outputs[torch.arange(len(outputs), device=outputs.device), last_index(attention_mask)]
+    last = torch.arange(len(outputs)), last_index(attention_mask).cpu()
+    return outputs[moved(last, outputs.device)]
 
 
 def of_heads(outputs: Tensor, heads: Tensor) -> Tensor:
@@ -222,82 +215,149 @@ def values_before(outputs: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(outputs[:, :1]), outputs[:, :-1]], dim=1)
 
 
-def hidden_before(
+@dataclass(frozen=True)
+class RoutedTokens:
+    """The real tokens of rows [B, T], row by row."""
+
+    outputs: Tensor | None
+    """[N] index of the backbone's output for each; None: the outputs as they are."""
+    sequences: Tensor
+    """[N] row of each."""
+    lengths: Tensor
+    """[B] tokens of each row."""
+
+
+@dataclass(frozen=True)
+class ModelRows:
+    """Rows [B, T] as a model reads them, and where its outputs go; a forward with them waits for nothing."""
+
+    arguments: dict[str, Any]
+    """Arguments of the backbone."""
+    is_packed: bool
+    shape: tuple[int, int]
+    """B and T."""
+    cells: Tensor
+    """[n] indices in [B * T] of the tokens that outputs are for."""
+    labels: Tensor
+    """[n] these tokens."""
+    outputs: Tensor | None
+    """[n] index of the backbone's output for each of them; None: the outputs as they are."""
+    routers: RoutedTokens | None
+    """For losses of routers, which are of all real tokens."""
+    routes: Tensor | None = None
+    """Recorded experts [..., E, k] of the tokens that the backbone computes."""
+    counts: Tensor | None = None
+    """Number of rows that share each of them; None: each is of one row."""
+    shard: SequenceShard | None = None
+    """Under sequence or tensor parallelism, in place of the arguments."""
+
+    def in_cells(self, values: Tensor) -> Tensor:
+        """Values [B, T, ...] from those [n, ...] of the tokens, 0 elsewhere."""
+        return scatter_tokens(values, self.cells, self.shape)
+
+
+def model_rows(
     lm: PreTrainedModel,
     input_ids: Tensor,
     attention_mask: Tensor,
-    token_mask: Tensor,
+    token_mask: Tensor | None = None,
     *,
-    router_logits: list[Tensor] | None = None,
-    replay: RouterReplay | None = None,
     routes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Last hidden states [N, H] before the tokens of a mask, row by row, and the mask [B, T] without first tokens."""
-    real = attention_mask.bool()
-    hidden = backbone_hidden(lm, input_ids, real, router_logits=router_logits, replay=replay, routes=routes)
-    places, wanted = places_before(real, token_mask)
-    return hidden[places], wanted
-
-
-def places_before(real: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices [n], among the real tokens row by row, of the tokens before those of a mask [B, T]; and the mask without
-    first tokens."""
-    place = real.flatten().cumsum(dim=0).view(real.shape) - 1
-    wanted = token_mask.bool() & real & (position_ids(real) > 0)
-    return place[wanted] - 1, wanted
-
-
-def backbone_hidden(
-    lm: PreTrainedModel,
-    input_ids: Tensor,
-    real: Tensor,
-    *,
-    router_logits: list[Tensor] | None = None,
-    replay: RouterReplay | None = None,
-    routes: Tensor | None = None,
-) -> Tensor:
-    """Last hidden states [N, H] of the real tokens of [B, T], row by row; packed if the model uses packed rows.
+    router_losses: bool = False,
+    device: torch.device | None = None,
+) -> ModelRows:
+    """Prepare rows on the host, packed if the model packs them, and bring them to the device by one copy.
 
     Args:
         lm: the causal LM or classifier.
         input_ids: [B, T] int64.
-        real: [B, T] bool, true on real tokens.
-        router_logits: list that receives the router logits [N, experts] of each mixture.
-        replay: replays or compares `routes`.
+        attention_mask: [B, T], true on real tokens.
+        token_mask: [B, T], true on tokens before which outputs are read, except the first of a row; None: outputs after
+            all real tokens are read.
         routes: [B, T, E, k], recorded experts of each token.
+        router_losses: true to compute losses of routers.
+        device: that of the model; None: that of the ids, from which they are brought to the host.
     """
+    device = device or input_ids.device
+    input_ids, real = input_ids.cpu(), attention_mask.bool().cpu()
+    routes = None if routes is None else routes.cpu()
+    asked, before = real, torch.arange(0)
+    if token_mask is not None:
+        asked = token_mask.bool().cpu() & real & (position_ids(real) > 0)
+        before = (real.flatten().cumsum(dim=0).view(real.shape) - 1)[asked] - 1
+    counts = order = shard = None
+    arguments: dict[str, Any] = {}
+    is_packed = packs(lm)
     if (world := rows_world(lm)) is not None:
-        shard = shard_rows(lm, world, input_ids, real)
-        return shard.own(shard.hidden(lm))
-    backbone = backbone_of(lm)
-    options: dict[str, Any] = {"use_cache": False}
-    if router_logits is not None:
-        options["output_router_logits"] = True
-    if packs(lm):
-        packed = pack(lm, input_ids, real)
-        options |= packed.arguments
-        in_order = packed.unpacked
-        routes = None if routes is None else packed.packed(routes[real])
+        shard = shard_rows(lm, world, input_ids, real, before, device=device)
+    elif is_packed:
+        packed = pack(lm, input_ids, real, routes, device=device)
+        arguments, order = packed.arguments, packed.order
+        if routes is not None:
+            routes, counts = packed.packed(routes[real]), packed.counts
     else:
         # real tokens first: Llama 4 scales queries by their index in the row
-        order = (~real).to(torch.int8).argsort(dim=1, stable=True)
-        input_ids = input_ids.gather(1, order)
-        real = real.gather(1, order)
-        if "position_ids" in inspect.signature(backbone.forward).parameters:  # families with ALiBi have none
-            options["position_ids"] = position_ids(real)
-        options |= {"input_ids": input_ids, "attention_mask": real.long()}
-        in_order = lambda states: states[real.flatten()]  # noqa: E731
-        routes = None if routes is None else routes.take_along_dim(order[:, :, None, None], dim=1).flatten(0, 1)
-    with contextlib.nullcontext() if replay is None else replay.of(routes):
-        output = backbone(**options)
-    if router_logits is not None:
-        router_logits += [in_order(logits.flatten(0, -2)) for logits in output.router_logits]
-    hidden: Tensor = in_order(output.last_hidden_state.flatten(0, 1))
-    return hidden
+        first = (~real).to(torch.int8).argsort(dim=1, stable=True)
+        moved_real = real.gather(1, first)
+        if "position_ids" in inspect.signature(backbone_of(lm).forward).parameters:  # families with ALiBi have none
+            arguments["position_ids"] = position_ids(moved_real)
+        arguments |= {"input_ids": input_ids.gather(1, first), "attention_mask": moved_real.long()}
+        routes = None if routes is None else routes.take_along_dim(first[:, :, None, None], dim=1).flatten(0, 1)
+        order = moved_real.flatten().nonzero().squeeze(1)
+    outputs = order
+    if token_mask is not None:
+        outputs = before if order is None else order[before]
+    rows = ModelRows(
+        arguments,
+        is_packed,
+        (len(real), real.shape[1]),
+        asked.flatten().nonzero().squeeze(1),
+        input_ids[asked],
+        outputs,
+        RoutedTokens(order, real.nonzero()[:, 0], real.sum(dim=1)) if router_losses else None,
+        routes,
+        counts,
+        shard,
+    )
+    return moved(rows, device)
 
 
-def scatter_tokens(flat: Tensor, where: Tensor) -> Tensor:
-    """Values [N] or [N, K] at the true entries of `where` [B, T], 0 elsewhere."""
-    rest = flat.shape[1:]
-    places = where[(..., *(None for _ in rest))]
-    return torch.zeros((*where.shape, *rest), dtype=flat.dtype, device=flat.device).masked_scatter(places, flat)
+def backbone_hidden(
+    lm: PreTrainedModel,
+    rows: ModelRows,
+    *,
+    head: nn.Module | None = None,
+    replay: RouterReplay | None = None,
+    router_logits: list[Tensor] | None = None,
+) -> Tensor:
+    """Last hidden states [n, H] that are read of rows, or outputs of a head after them.
+
+    Args:
+        lm: the causal LM or classifier.
+        rows: its rows.
+        head: module after the backbone, which computes a shared token once.
+        replay: replays or compares the routes of the rows.
+        router_logits: list that receives the router logits [N, experts] of each mixture, if the rows have `routers`.
+    """
+    if rows.shard is not None:
+        return _taken(rows.shard.own(rows.shard.hidden(lm, head)), rows.outputs)
+    options = {} if rows.routers is None else {"output_router_logits": True}
+    with contextlib.nullcontext() if replay is None else replay.of(rows.routes, rows.counts):
+        output = backbone_of(lm)(**rows.arguments, **options, use_cache=False)
+    if rows.routers is not None and router_logits is not None:
+        router_logits += [_taken(logits.flatten(0, -2), rows.routers.outputs) for logits in output.router_logits]
+    states: Tensor = output.last_hidden_state.flatten(0, 1)
+    if rows.is_packed:
+        return _taken(states if head is None else head(states), rows.outputs)
+    states = _taken(states, rows.outputs)
+    return states if head is None else head(states)
+
+
+def _taken(states: Tensor, index: Tensor | None) -> Tensor:
+    return states if index is None else take(states, index)
+
+
+def scatter_tokens(flat: Tensor, cells: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Values [N, ...] at indices [N] of [B * T], 0 elsewhere: [B, T, ...]."""
+    whole = flat.new_zeros(shape[0] * shape[1], *flat.shape[1:])
+    return whole.index_copy(0, cells, flat).unflatten(0, shape)

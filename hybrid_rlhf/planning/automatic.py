@@ -9,25 +9,22 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import is_automatic
 from hybrid_rlhf.planning.calibration import Link, time_link
 from hybrid_rlhf.planning.device import own_device
 from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.job import read_job
 from hybrid_rlhf.planning.placement_table import PlacementAnswer, plan_placement
-from hybrid_rlhf.planning.stored import load_machine
+from hybrid_rlhf.planning.stored import own_machine
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 
 def choose_placement(config: RLConfig, world: World) -> RLConfig:
-    """The config with the planner's placement in place of "auto"; any other config as it is. Every rank calls.
+    """The config with the planner's placement in place of "auto". Every rank calls.
 
     Raises:
         UserError: on every rank, when this machine has no measurements, or no placement fits.
     """
-    if not is_automatic(config.placement):
-        return config
     choice: dict[str, Any] = {}
     link = time_link(world) if world.size > world.local_size else None
     with shared_user_errors(world):
@@ -50,15 +47,15 @@ def automatic_answer(config: RLConfig, world: World, *, link: Link | None = None
     """The planner's answer for a run.
 
     Args:
-        config: of the run.
-        world: all of its ranks.
-        link: as measured between its hosts; None: it has one host.
+        config: config of the run.
+        world: all ranks of the run.
+        link: measured link between the hosts; None for one host.
 
     Raises:
         UserError: when this machine has no measurements.
     """
-    machine = load_machine(config.data.cache_dir) or load_machine()
-    if machine is None or machine.type != world.device.type:
+    machine = own_machine(config.data.cache_dir, world.device)
+    if machine is None:
         raise UserError(
             "placement auto needs the measured speed of this machine, got none: run hybrid-rlhf calibrate, or name a "
             "placement"

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch.utils import benchmark
 from transformers import LlamaConfig, LlamaModel
 
 from hybrid_rlhf.planning.machine import Machine
-from hybrid_rlhf.planning.step_time import LAYER_LAUNCHES, tree_depth
+from hybrid_rlhf.planning.micro_batches import LAYER_LAUNCHES
+from hybrid_rlhf.planning.step_time import tree_depth
 from hybrid_rlhf.runtime.world import World
 
 _ETHERNET_GB_PER_SECOND = 1.25
@@ -28,6 +29,7 @@ _HOST_LINK_GB_PER_SECOND = 25.0
 _LAYERS = (2, 10)
 """Layers of two models, whose difference in time is that of layers alone."""
 _SMALL_BYTES = 256
+_ROUNDS = 7
 
 
 class Link(NamedTuple):
@@ -42,34 +44,27 @@ def calibrate(ranks: int, link: Link | None) -> Machine:
     """Measure a rank of this machine.
 
     Args:
-        ranks: of a host.
-        link: between them; None: it is not measured, because the host has one rank.
+        ranks: number of ranks of a host.
+        link: measured link between these ranks; None for one rank.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as launchers start several ranks on a host
-    try:
-        memory = _memory_gb_per_second(device)
-        found = Machine(
-            torch.cuda.get_device_name(0) if gpu else "this CPU",
-            tflops=_tflops(device),
-            memory_gb_per_second=memory,
-            device_gib=(torch.cuda.get_device_properties(0).total_memory if gpu else psutil.virtual_memory().total)
-            / 2**30,
-            link_gb_per_second=memory if link is None else link.gb_per_second,
-            hosts_gb_per_second=_ETHERNET_GB_PER_SECOND,
-            host_link_gb_per_second=_HOST_LINK_GB_PER_SECOND,
-            launch_microseconds=_launch_microseconds(device),
-            link_latency_microseconds=1.0 if link is None else link.latency_microseconds,
-            cards_per_host=1,
-            ranks_per_host=ranks,
-            cores=None if gpu else available_cores(),
-            measured=True,
-        )
-    finally:
-        torch.set_num_threads(threads)
-    return found.with_sheet()
+    memory = _memory_gb_per_second(device)
+    return Machine(
+        torch.cuda.get_device_name(0) if gpu else "this CPU",
+        tflops=_tflops(device),
+        memory_gb_per_second=memory,
+        device_gib=(torch.cuda.get_device_properties(0).total_memory if gpu else psutil.virtual_memory().total) / 2**30,
+        link_gb_per_second=memory if link is None else link.gb_per_second,
+        hosts_gb_per_second=_ETHERNET_GB_PER_SECOND,
+        host_link_gb_per_second=_HOST_LINK_GB_PER_SECOND,
+        launch_microseconds=launch_microseconds(device),
+        link_latency_microseconds=1.0 if link is None else link.latency_microseconds,
+        cards_per_host=1,
+        ranks_per_host=ranks,
+        cores=None if gpu else available_cores(),
+        measured=True,
+    ).with_sheet()
 
 
 def available_cores() -> int:
@@ -101,7 +96,7 @@ def _memory_gb_per_second(device: torch.device) -> float:
     return 2 * 4 * len(source) / _seconds(lambda: target.copy_(source)) / 1e9
 
 
-def _launch_microseconds(device: torch.device) -> float:
+def launch_microseconds(device: torch.device) -> float:
     """Time of an operation of a layer that is too small to compute for longer than its launch."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
 
@@ -112,28 +107,13 @@ def _launch_microseconds(device: torch.device) -> float:
         with device:
             model = LlamaModel(config)
 
-        def run() -> None:
-            with torch.no_grad():
-                model(ids, use_cache=False)
-
-        return _seconds(run)
+        return _seconds(torch.no_grad()(lambda: model(ids, use_cache=False)))
 
     fewer, more = map(seconds, _LAYERS)
     return 1e6 * (more - fewer) / (_LAYERS[1] - _LAYERS[0]) / LAYER_LAUNCHES
 
 
-def _seconds(call: Callable[[], object], *, rounds: int = 7) -> float:
-    """Median time of a call, after a warm-up."""
-    taken = []
-    for _ in range(rounds + 1):
-        _synchronize()
-        start = time.perf_counter()
-        call()
-        _synchronize()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _seconds(call: Callable[[], object]) -> float:
+    """Median time of a call on one thread, as launchers start several ranks on a host; after a warm-up."""
+    timer = benchmark.Timer("call()", globals={"call": call})
+    return statistics.median(timer.timeit(1).mean for _ in range(_ROUNDS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,11 @@ def with_settings(config: Any, settings: Settings) -> Any:
         assert section_class is not None
         own[section] = with_settings(section_class() if value is None else value, inner)
     return replace(config, **own)
+
+
+def as_options(settings: Mapping[str, Any], prefix: str) -> str:
+    """Settings as the command line takes them."""
+    return " ".join(f"--{prefix}{key} {str(value).lower()}" for key, value in settings.items())
 
 
 def setting(config: Any, key: str) -> Any:

@@ -22,6 +22,8 @@ from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
 FLOAT32 = 4
 _ADAM = 8
 """Bytes of AdamW's two moments per weight."""
+_ADAM_8BIT = 2 + 2 * FLOAT32 / 256
+"""Bytes of both in 8 bits, with the scales of their blocks of 256."""
 _GRADIENT_BUCKET = 500_000_000
 """Gradient elements in one all-reduce bucket of an engine without ZeRO (default of DeepSpeed)."""
 
@@ -103,7 +105,7 @@ def _muon_bytes(stage: int, low: int, *, as_masters: bool) -> int:
     """
     if stage == 0 or as_masters:
         return FLOAT32
-    return low if stage == 3 else 2 * low  # stages 1 and 2 compute the next one beside it
+    return low if stage == 3 else 2 * low  # stages 1 and 2 compute the next momentum in a second buffer
 
 
 def split_memory(model: ShapedModel, *, dtype: torch.dtype, ranks: int, device: torch.device) -> EngineMemory:
@@ -144,7 +146,7 @@ def engine_memory(
     scales = SCALE_BYTES_PER_WEIGHT * e.four_bit  # ZeRO-3 does not partition them
     weights = ((whole.stored_bytes(low) - scales) / ranks if stage == 3 else e.stored_bytes(low) - scales) + scales
     masters = FLOAT32 if stage else 0
-    moments = _ADAM * trained
+    moments = (_ADAM_8BIT if optimizer is not None and optimizer.name == "adamw_8bit" else _ADAM) * trained
     offloads = "offload_optimizer" in zero and bool(e.trained)
     # 16-bit gradients are summed in float32; by bfloat16's own optimizer under stage 1
     summed = FLOAT32 if json.get("data_types", {}).get("grad_accum_dtype") == "fp32" else low
@@ -163,7 +165,7 @@ def engine_memory(
         updated = max(by_muon, trained - by_muon)  # one group of parameters at a time
         if stage == 3:
             updated = min(updated, float(zero.get("sub_group_size", 1e9)))
-        updates = summed * by_muon if stage == 1 else 0.0  # beside the gradients; other stages replace these
+        updates = summed * by_muon if stage == 1 else 0.0  # in addition to the gradients, which other stages replace
         optimizer_step = (summed + (FLOAT32 if summed < FLOAT32 else 0)) * updated + updates
     if stage == 2 and summed > low:  # added in place, and read by the optimizer as they are
         optimizer_step = summed * by_muon

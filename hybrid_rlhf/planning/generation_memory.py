@@ -83,9 +83,9 @@ class CachePlan:
     rows: int
     """Completions decoded at once."""
     wanted_rows: int
-    """With unlimited memory."""
+    """Completions decoded at once with unlimited memory."""
     full_length_rows: int
-    """Number of these that have room at the maximum length at once."""
+    """Completions that have room at the maximum length at once."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,6 @@ class GenerationMemory:
         machine: Device,
         *,
         ranks: int,
-        copies: float = 0.0,
         records_routes: bool = True,
     ) -> SamplingMemory:
         """Memory of a rank that samples.
@@ -256,7 +255,6 @@ class GenerationMemory:
             inference: of the inference weights.
             machine: device of the rank.
             ranks: number of ranks that sample.
-            copies: bytes of further copies of the weights, which older rollouts are sampled from.
             records_routes: the experts of a mixture are recorded in the cache.
         """
         room = machine.device_bytes - (base + MemoryUse(inference=inference.weights)).device
@@ -264,7 +262,7 @@ class GenerationMemory:
         # the pool of CUDA graphs keeps its own memory in addition to that of a prefill
         buffers = self.working(cache.rows).of_rows(cache.rows)
         need = base + MemoryUse(
-            inference=inference.weights + copies,
+            inference=inference.weights,
             cache=cache.cache_bytes,
             buffers=max(buffers, inference.building - cache.cache_bytes),
         )

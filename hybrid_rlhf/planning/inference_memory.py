@@ -5,8 +5,6 @@ Follows generation/weights/inference_weights.py, from shapes and the names of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
@@ -66,16 +64,15 @@ def inference_weight_bytes(
     on_cpu = device.type == "cpu"
     ranks = rollout.tensor_parallel
     weights = dict(model.lm.named_parameters())
-    read = base - sum(weights[name].numel() for name in unread_weights(model.lm, weights))  # towers beside it
-    products = _products(model, ranks)
-    in_products = products.unique
+    read = base - sum(weights[name].numel() for name in unread_weights(model.lm, weights))  # vision towers
+    elements, outputs, in_products = _products(model, ranks)
     if e.four_bit:
         in_products = e.four_bit
         stored = _ADAPTER_COPIES * size * e.trained + (BYTES_PER_WEIGHT * e.four_bit if stage == 3 else 0.0)
     elif rollout.quantization is not None:
-        stored = products.elements + _SCALE_BYTES[device.type] * products.outputs
+        stored = elements + _SCALE_BYTES[device.type] * outputs
     elif on_cpu:
-        stored = size * products.elements
+        stored = size * elements
     elif copied:
         return size * read / ranks
     else:
@@ -90,17 +87,9 @@ def inference_weight_bytes(
     return stored + (size * rest / ranks if copied else 0.0)
 
 
-@dataclass(frozen=True)
-class _Products:
-    """The products of the layers of a rank."""
-
-    elements: float
-    outputs: float
-    unique: int
-    """Elements of their training weights: keys that are values too (Gemma 4) count once."""
-
-
-def _products(model: ShapedModel, ranks: int) -> _Products:
+def _products(model: ShapedModel, ranks: int) -> tuple[float, float, int]:
+    """Elements and outputs of the products of the layers on a rank, and elements of their training weights, where keys
+    that are values too (Gemma 4) count once."""
     transposed, transposed_experts = (fields.get("transposed", False) for fields in (model.settings, model.experts))
     kind = model.recurrent_layers.get("recurrence")
     inputs = [] if kind is None else list(kind.inputs(range(kind.units)))
@@ -116,7 +105,7 @@ def _products(model: ShapedModel, ranks: int) -> _Products:
             elements += count
             outputs += count / one.weight.shape[-2 if swapped else -1]
             seen[one.name] = one.weight.numel()
-    return _Products(elements, outputs, sum(seen.values()))
+    return elements, outputs, sum(seen.values())
 
 
 def _made(model: ShapedModel, *, adjacent: bool) -> int:

@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, f
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.sampling_engine import rounds_otherwise
 from hybrid_rlhf.models.expert_parallel import expert_layers
+from hybrid_rlhf.models.packing.prefixes import is_worth
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
 from hybrid_rlhf.models.structure import CHOSEN_EXPERTS, active_experts
 from hybrid_rlhf.planning.shapes import ShapedModel, shaped_model
@@ -33,7 +34,7 @@ times the median."""
 SAMPLED_BYTES = 26
 """Bytes of a sampled token: id, log-probs as reported and as drawn, weight version, masks."""
 LEARNED_BYTES = 54
-"""Bytes of it in a batch of PPO, with log-probs of actor and reference, entropy, value, reward, advantage, return."""
+"""Bytes of a token in a batch of PPO: log-probs of actor and reference, entropy, value, reward, advantage, return."""
 
 
 @dataclass(frozen=True)
@@ -198,15 +199,26 @@ class RLJob:
         """Completions that are trained on."""
         return self.config.rollout.prompts_per_step * self.config.learned_per_prompt
 
+    def sharing(self, prompt_tokens: float, completion_tokens: float) -> int:
+        """Number of completions of a prompt in a micro-batch, for which its tokens are computed once; 1 if they are
+        computed for each. A mini-batch has whole prompts, if there are as many."""
+        config = self.config
+        size = config.train.micro_batch_size or config.learned_per_prompt
+        rows = max(1, min(size, config.learned_per_prompt, self.learned_rows // config.algorithm.mini_batches))
+        tokens = rows * (prompt_tokens + completion_tokens)
+        shares = all(role.model is not None and role.model.shares_prefixes for role in self.roles.values())
+        return rows if shares and is_worth((rows - 1) * prompt_tokens, tokens, prefix=prompt_tokens) else 1
+
     @property
     def updates(self) -> int:
         """Optimizer updates of a learner from one rollout."""
         return self.config.algorithm.epochs * self.config.algorithm.mini_batches
 
-    def actor_reads(self, *, lag: int) -> int:
+    @property
+    def actor_reads(self) -> int:
         """How many times the actor reads a rollout before its updates."""
         rollout = self.config.rollout
-        other = lag > 0 or rollout.max_lag > 0 or rounds_otherwise(rollout, self.dtype)
+        other = rollout.max_lag > 0 or rounds_otherwise(rollout, self.dtype)
         old = self.config.algorithm.actor_scores_rollout(other_sampler=other, has_teacher="teacher" in self.roles)
         return int(old) + int(self.reads_own_reference)
 

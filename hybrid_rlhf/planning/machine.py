@@ -19,6 +19,7 @@ from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 from hybrid_rlhf.configs.sections.rules import nearest, require
 from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.runtime.files.reading import read_text
+from hybrid_rlhf.runtime.observability.profiling import PEAKS
 
 NetworkSource = Literal["measured", "given", "data sheet"]
 _RETIRED = {
@@ -94,7 +95,7 @@ class Machine:
         return replace(measured, network_source="measured")
 
     def with_sheet(self) -> Machine:
-        """A measured machine with what only the data sheet of its GPU says; the same if it has none."""
+        """A measured machine with the fields that only the data sheet of its GPU has; unchanged if there is none."""
         sheet = next((each for each in DATA_SHEETS.values() if each.device and each.device in self.name), None)
         if sheet is None:
             return self
@@ -102,7 +103,7 @@ class Machine:
         return replace(self, **{name: getattr(sheet, name) for name in names})
 
     def rank(self, ranks: int) -> Device:
-        """One of a number of ranks on hosts of this machine, a GPU."""
+        """The memory of a GPU of this machine, in a run of a number of ranks."""
         host_bytes = None if self.host_gib is None else self.host_gib * 2**30 / self.ranks_per_host
         return Device(torch.device("cuda"), ranks, (self.device_gib - GPU_RESERVE_GIB) * 2**30, host_bytes)
 
@@ -110,27 +111,27 @@ class Machine:
 DATA_SHEETS = {
     sheet.name: sheet
     for sheet in (
-        # name, TFLOP/s in bfloat16, GB/s and GiB of memory, GB/s between GPUs, between hosts, to the host
+        # name, peaks, GiB of memory, GB/s between GPUs, between hosts, to the host
         # NVIDIA B200 SXM: NVLink 5 (1,800 GB/s in both directions), PCIe 5 x16; DGX B200: eight 400 Gb/s cards.
-        Machine("b200", 2250, 8000, 178.4, 900, 400, 64, device="B200"),
+        Machine("b200", *PEAKS["B200"], 178.4, 900, 400, 64, device="B200"),
         # NVIDIA H100 SXM: NVLink 4 (900 GB/s in both directions), PCIe 5 x16; DGX H100: eight 400 Gb/s cards.
-        Machine("h100", 989, 3350, 79.1, 450, 400, 64, device="H100"),
+        Machine("h100", *PEAKS["H100"], 79.1, 450, 400, 64, device="H100"),
         # NVIDIA H200 SXM: an H100 with other memory.
-        Machine("h200", 989, 4800, 139.8, 450, 400, 64, device="H200"),
+        Machine("h200", *PEAKS["H200"], 139.8, 450, 400, 64, device="H200"),
         # NVIDIA A100 SXM 80 GB: NVLink 3 (600 GB/s in both directions), PCIe 4 x16; DGX A100: eight 200 Gb/s cards.
-        Machine("a100", 312, 2039, 79.1, 300, 200, 32, device="A100-SXM4-80GB"),
+        Machine("a100", *PEAKS["A100-SXM4-80GB"], 79.1, 300, 200, 32, device="A100-SXM4-80GB"),
         # NVIDIA A100 SXM 40 GB, and A800 SXM: an A100 with 400 GB/s of NVLink.
-        Machine("a100-40g", 312, 1555, 39.4, 300, 200, 32, device="A100-SXM4-40GB"),
-        Machine("a800", 312, 2039, 79.1, 200, 200, 32, device="A800"),
+        Machine("a100-40g", *PEAKS["A100"], 39.4, 300, 200, 32, device="A100-SXM4-40GB"),
+        Machine("a800", *PEAKS["A800"], 79.1, 200, 200, 32, device="A800"),
         # NVIDIA L40S and A10G: GPUs talk over PCIe 4 x16; AWS g6e.48xlarge and g5.48xlarge: 400 and 100 Gb/s.
-        Machine("l40s", 362, 864, 44.3, 25, 50, 32, cards_per_host=4, device="L40S"),
-        Machine("a10g", 70, 600, 22.0, 12, 12.5, 32, cards_per_host=1, device="A10G"),
+        Machine("l40s", *PEAKS["L40S"], 44.3, 25, 50, 32, cards_per_host=4, device="L40S"),
+        Machine("a10g", *PEAKS["A10G"], 22.0, 12, 12.5, 32, cards_per_host=1, device="A10G"),
         # NVIDIA GeForce RTX 4090 and 3090 (float32 accumulation): ranks talk through the host, without NVLink and
         # peer access; 10 Gb/s Ethernet.
-        Machine("4090", 165.2, 1008, 23.6, 12, 1.25, 32, cards_per_host=1, device="RTX 4090"),
-        Machine("3090", 71, 936, 23.6, 12, 1.25, 32, cards_per_host=1, device="RTX 3090"),
+        Machine("4090", *PEAKS["RTX 4090"], 23.6, 12, 1.25, 32, cards_per_host=1, device="RTX 4090"),
+        Machine("3090", *PEAKS["RTX 3090"], 23.6, 12, 1.25, 32, cards_per_host=1, device="RTX 3090"),
         # AMD Instinct MI300X: seven links of 64 GB/s in each direction, PCIe 5 x16; eight 400 Gb/s cards.
-        Machine("mi300x", 1307, 5300, 191.5, 448, 400, 64, device="MI300X"),
+        Machine("mi300x", *PEAKS["MI300X"], 191.5, 448, 400, 64, device="MI300X"),
     )
 }
 

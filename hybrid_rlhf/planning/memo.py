@@ -26,6 +26,5 @@ def once_for(key: Callable[..., Hashable]) -> Callable[[_Method], _Method]:
     return keeping
 
 
-def once(method: _Method) -> _Method:
-    """Decorator of a method that computes a value once for the same arguments."""
-    return once_for(lambda owner, *arguments, **options: (arguments, *options.items()))(method)
+once = once_for(lambda owner, *arguments, **options: (arguments, *options.items()))
+"""Decorator of a method that computes a value once for the same arguments."""

@@ -54,7 +54,7 @@ def starts_of(steps: Mapping[str, AnyStep], anew: Collection[str]) -> dict[str, 
 
     Args:
         steps: all steps, resolved, in the order of the pipeline.
-        anew: names of those that will train, whatever their folders contain.
+        anew: names of the steps that will train even if their folders contain models.
     """
     starts: dict[str, str] = {}
     for name, step in steps.items():
@@ -74,12 +74,12 @@ def this_machine(config: PlanConfig) -> Device:
 def _advice(found: Sequence[Remedy], *, prefix: str) -> str:
     if not found:
         return "no known setting suffices, use a smaller model"
-    return "it fits " + ", or ".join(_way(each, prefix) for each in found)
-
-
-def _way(remedy: Remedy, prefix: str) -> str:
-    words = f"with {remedy.in_words(prefix)}" if remedy.settings else "as configured"
-    return words if remedy.ranks is None else f"on {remedy.ranks} ranks {words}"
+    ways = [
+        f"on {each.ranks} ranks " * (each.ranks is not None)
+        + (f"with {each.in_words(prefix)}" if each.settings else "as configured")
+        for each in found
+    ]
+    return "it fits " + ", or ".join(ways)
 
 
 def _line(phase: PhaseMemory, width: int) -> str:

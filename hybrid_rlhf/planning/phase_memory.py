@@ -100,6 +100,9 @@ def micro_batch(
     device: str,
     sides: int = 1,
     head_tokens: int | None = None,
+    prefix: int = 0,
+    sharing: int = 1,
+    backward: bool = True,
 ) -> BatchShape:
     """The largest micro-batch of a rank, or its part of one.
 
@@ -111,9 +114,19 @@ def micro_batch(
         device: type of the device.
         sides: sequences per row; two where completions are compared.
         head_tokens: tokens per row whose log-prob is computed; None: all.
+        prefix: tokens of a row that are computed once for `sharing` rows.
+        sharing: number of these rows.
+        backward: false in a pass without gradient, whose micro-batches are larger.
     """
-    size = train.micro_batch_size
-    at_once = train.micro_batches(device, model).tokens // (length * sides) if size is None else size
+    size, limits = train.micro_batch_size, train.micro_batches(device, model)
+    limit = limits.tokens * (1 if backward else limits.forward_factor)
+    if prefix:
+        rest = length - prefix
+        whole, left = divmod(limit, prefix + sharing * rest)
+        at_once = whole * sharing + max(0, (left - prefix) // rest) if size is None else size
+    else:
+        at_once = limit // (length * sides) if size is None else size
     sequences = max(1, min(at_once, rows * model.ranks_together)) * sides
     wanted = sequences * (length if head_tokens is None else head_tokens)
-    return BatchShape(sequences, -(-length // model.sequence_parallel), -(-wanted // model.ranks_together))
+    part = -(-length // model.sequence_parallel)
+    return BatchShape(sequences, part, -(-wanted // model.ranks_together), prefix, sharing, device)

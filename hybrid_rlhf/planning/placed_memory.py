@@ -7,20 +7,19 @@ weights in all phases, and with a policy lag also its cache.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.engine_memory import FLOAT32, EngineMemory, MemoryUse, engine_memory, split_memory
-from hybrid_rlhf.planning.generation_memory import GenerationMemory, InferenceBytes, replayed_bytes, rollout_bytes
+from hybrid_rlhf.planning.generation_memory import GenerationMemory, replayed_bytes, rollout_bytes
 from hybrid_rlhf.planning.job import RLJob, RoleJob
 from hybrid_rlhf.planning.memo import once, once_for
 from hybrid_rlhf.planning.phase_memory import PhaseMemory, largest_misfit, longest_row, micro_batch
-from hybrid_rlhf.planning.plans import SAMPLER, StepPlan
+from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
-from hybrid_rlhf.runtime.placement import CRITIC_COPY, RolePlacement
+from hybrid_rlhf.runtime.placement import CRITIC_COPY
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,13 @@ class MemoryModel:
         """The memory of a plan."""
         memory: list[PhaseMemory] = []
         rows: list[int] = []
-        for names, ranks in _alike(plan.roles):
+        for names, ranks in plan.placement.ranks_by_roles.items():
             phases, at_once = self._phases(plan, names)
             memory += [replace(phase, ranks=ranks) for phase in phases]
             rows += at_once
         return PlanMemory(tuple(memory), min(rows, default=1))
 
+    @once_for(lambda self, plan, name: self._engine_key(self._job.roles[name], plan))
     def of_role(self, plan: StepPlan, name: str) -> tuple[float, float]:
         """Device bytes that a role holds permanently, and those that it adds while it reads or trains."""
         role = self._job.roles[name]
@@ -78,14 +78,14 @@ class MemoryModel:
         if "actor" in names and job.config.actor.ema_decay:
             actor = plan.roles["actor"]
             base += MemoryUse(host=FLOAT32 * job.actor.sizes.trained / (len(actor.ranks) if actor.zero == 3 else 1))
-        sampler = next((name for name in plan.samplers if name in names), None)
-        groups = None if sampler is None else len(plan.sampling_groups)
+        samples = plan.sampler in names
+        groups = len(plan.sampling.groups) if samples else None
         held = rollout_bytes(_shapes(job.actor), job.config.rollout, groups=groups, ranks=self.machine.ranks)
         base += MemoryUse(host=held)
         phases: list[PhaseMemory] = []
         rows = []
-        if sampler is not None:
-            generation, kept, at_once = self._generation(plan, sampler, base)
+        if samples:
+            generation, kept, at_once = self._generation(plan, base)
             phases.append(generation)
             rows.append(at_once)
             base += kept
@@ -99,46 +99,42 @@ class MemoryModel:
     def _reads(
         self, plan: StepPlan, names: tuple[str, ...], roles: list[RoleJob], base: MemoryUse
     ) -> Iterator[PhaseMemory]:
-        reads = [self._passing(role, plan, backward=False) for role in roles if self._reads_rows(role, plan)]
-        if CRITIC_COPY in plan.roles and {"critic", CRITIC_COPY} & {*names}:  # before the first of them reads
+        copied = CRITIC_COPY in plan.roles  # whose values take the place of the critic's
+        idle = ("actor",) * (not self._job.actor_reads) + ("critic",) * copied
+        reads = [self._passing(role, plan, backward=False) for role in roles if role.name not in idle]
+        if copied and {"critic", CRITIC_COPY} & {*names}:  # before the first of them reads
             sent = _bucket_elements(_shapes(self._job.roles["critic"]))
             reads.append(MemoryUse(buffers=sent * self._job.dtype.itemsize))
         if reads:
             yield PhaseMemory("scoring", base + max(reads, key=lambda use: use.device), self.machine)
 
-    def _reads_rows(self, role: RoleJob, plan: StepPlan) -> bool:
-        """True if a role reads completions before the updates."""
-        if role.name == "actor":
-            return bool(self._job.actor_reads(lag=plan.policy_lag))
-        return role.name != "critic" or CRITIC_COPY not in plan.roles
-
-    def _generation(self, plan: StepPlan, sampler: str, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
+    def _generation(self, plan: StepPlan, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
         """The phase, the part of its memory that stays in other phases, and the completions decoded at once."""
-        job = self._job
-        separate = sampler == SAMPLER
+        job, actor = self._job, plan.roles["actor"]
         rollout = job.config.rollout
-        ranks = sum(map(len, plan.sampling_groups))
+        ranks = sum(map(len, plan.sampling.groups))
         if rollout.vllm is not None and rollout.vllm.urls:  # servers with memory of their own
             rows = -(-rollout.prompts_per_step * rollout.sampling.n // ranks)
             return PhaseMemory("generation", base, self.machine), MemoryUse(), rows
+        memory = self._sampler(plan.sampling.tensor_parallel, plan.separate)
+        gathers = actor.zero == 3 and (len(actor.ranks) > 1 or job.actor.zero.offload_parameters)
         # a vLLM server on the rank's device has copies of the weights
-        inference = self._inference_bytes(plan, in_use=separate or rollout.vllm is not None)
-        if separate:
+        in_use = plan.separate or rollout.vllm is not None
+        inference = memory.weights(stage=actor.zero, gathers=gathers, in_use=in_use)
+        if plan.separate:
             sent = _bucket_elements(_shapes(job.actor)) * job.dtype.itemsize
             inference = replace(inference, building=inference.building + sent)
-        residency = plan.residency(job)[sampler]
+        residency = plan.residency(job)[plan.sampler]
         if residency.visits("optimizer"):
             movable = self._engine(job.actor, plan).movable
             base += MemoryUse(optimizer=-movable, host=movable)
-        sampling = self._sampler(plan.sampling.tensor_parallel, plan.separate).sampling(
-            base, inference, self.machine, ranks=ranks
-        )
+        sampling = memory.sampling(base, inference, self.machine, ranks=ranks)
         cache = sampling.cache
         kept = MemoryUse()
         if residency.stays("inference weights"):
             kept += MemoryUse(inference=inference.weights)
         if residency.stays("KV cache"):
-            buffers = sampling.step_buffers if plan.policy_lag else 0.0
+            buffers = sampling.step_buffers if plan.overlaps(job) else 0.0
             kept += MemoryUse(cache=cache.cache_bytes, buffers=buffers)
         # rows take pages as they grow, so more rows of mean length than of full length have room
         at_once = min(cache.rows, int(cache.full_length_rows * longest_row(rollout) / job.lengths.mean_row))
@@ -153,14 +149,8 @@ class MemoryModel:
         rollout = replace(job.config.rollout, tensor_parallel=tensor_parallel, max_lag=lag, recompute_kv=False)
         return GenerationMemory(_shapes(job.actor), rollout, job.inference_dtype, job.device)
 
-    def _inference_bytes(self, plan: StepPlan, *, in_use: bool) -> InferenceBytes:
-        actor = plan.roles["actor"]
-        gathers = actor.zero == 3 and (len(actor.ranks) > 1 or self._job.actor.zero.offload_parameters)
-        memory = self._sampler(plan.sampling.tensor_parallel, plan.separate)
-        return memory.weights(stage=actor.zero, gathers=gathers, in_use=in_use)
-
     def _engine_key(self, role: RoleJob, plan: StepPlan) -> tuple[object, ...]:
-        """Key of the memory of a role's engine: plans with the same key share it."""
+        """Key of a role's engine memory, which is the same for all plans with this key."""
         place = plan.roles[role.name]
         offloads = (plan.offloads_optimizer(role.name, role.zero), plan.offload_frozen)
         return role.name, len(place.ranks), place.zero, place.tensor_parallel, *offloads
@@ -181,46 +171,51 @@ class MemoryModel:
             engine = replace(engine, held=replace(engine.held, weights=own))
         return engine.with_weights_on_host() if residency.visits("weights") else engine
 
-    @once_for(lambda self, role, plan, *, backward: (backward, self._engine_key(role, plan), self._batch(role, plan)))
+    @once_for(lambda self, role, plan, *, backward: (backward, self._engine_key(role, plan)))
     def _passing(self, role: RoleJob, plan: StepPlan, *, backward: bool) -> MemoryUse:
         """Memory that an engine adds while it trains or reads; in training the actor replays recorded experts."""
-        batch = self._batch(role, plan)
+        batch = self._batch(role, plan, backward=backward)
         engine = self._engine(role, plan)
         measure = engine.training if backward else engine.forward
         if self._exact:
             use = measure(batch)
         else:  # a row and as many as the settings allow are measured
-            most = self._micro_batch(self._job.learned_rows)
-            use = _between(measure(self._micro_batch(1)), measure(most), batch.rows, most.rows)
+            small = backward or self._reads_as_trained(role)
+            most = self._micro_batch(self._job.learned_rows, backward=small)
+            use = _between(measure(self._micro_batch(1, backward=small)), measure(most), batch.rows, most.rows)
         if backward and role.name == "actor":
             routes = replayed_bytes(_shapes(role), self._job.config.rollout)
-            use += MemoryUse(buffers=routes * batch.rows * batch.length)
+            use += MemoryUse(buffers=routes * batch.tokens)
         return use
 
-    def _batch(self, role: RoleJob, plan: StepPlan) -> BatchShape:
+    def _reads_as_trained(self, role: RoleJob) -> bool:
+        """True if the micro-batches of a pass without gradient are those of the updates."""
+        return role.name == "actor" and not self._job.reads_own_reference
+
+    def _batch(self, role: RoleJob, plan: StepPlan, *, backward: bool) -> BatchShape:
         job = self._job
         place = plan.roles[role.name]
         readers = len(place.ranks) if role.is_trained else len(place.groups)
         parts = job.config.algorithm.mini_batches * readers
-        return self._micro_batch(-(-job.learned_rows // parts))
+        return self._micro_batch(-(-job.learned_rows // parts), backward=backward or self._reads_as_trained(role))
 
-    def _micro_batch(self, rows: int) -> BatchShape:
+    def _micro_batch(self, rows: int, *, backward: bool) -> BatchShape:
         config = self._job.config
         new = config.rollout.sampling.max_new_tokens
         length, device = longest_row(config.rollout), self._job.device.type
-        return micro_batch(config.train, config.model, rows, length, device=device, head_tokens=new)
-
-
-def _alike(roles: Mapping[str, RolePlacement]) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Ranks with the same roles."""
-    held: dict[int, tuple[str, ...]] = defaultdict(tuple)
-    for name, role in roles.items():
-        for rank in role.ranks:
-            held[rank] += (name,)
-    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for rank in sorted(held):
-        alike[held[rank]].append(rank)
-    return [(names, tuple(ranks)) for names, ranks in alike.items()]
+        prefix = config.rollout.max_prompt_tokens
+        sharing = self._job.sharing(prefix, new)
+        return micro_batch(
+            config.train,
+            config.model,
+            rows,
+            length,
+            device=device,
+            head_tokens=new,
+            prefix=prefix if sharing > 1 else 0,
+            sharing=sharing,
+            backward=backward,
+        )
 
 
 def _between(one: MemoryUse, most: MemoryUse, rows: int, most_rows: int) -> MemoryUse:

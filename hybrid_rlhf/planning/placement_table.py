@@ -1,4 +1,4 @@
-"""The planner's answer for an RL step: the best plan of each style, what it takes, and why the others lost."""
+"""The planner's answer for an RL step: the best plan of each style, its time and memory, and why the others lost."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import yaml
 from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.engines.residency.rules import residency_table
 from hybrid_rlhf.planning.device import Cluster, Device
-from hybrid_rlhf.planning.dotted_keys import with_settings
+from hybrid_rlhf.planning.dotted_keys import as_options, with_settings
 from hybrid_rlhf.planning.job import RLJob
 from hybrid_rlhf.planning.machine import Machine
 from hybrid_rlhf.planning.phase_memory import longest_row
 from hybrid_rlhf.planning.placed_memory import MemoryModel
-from hybrid_rlhf.planning.plans import StepPlan
+from hybrid_rlhf.planning.plans import StepPlan, style_of
 from hybrid_rlhf.planning.search import Candidate, Search, SearchResult
 from hybrid_rlhf.planning.step_time import PHASES, StepTimer
 from hybrid_rlhf.runtime.placement import READS_ACTOR, Placement, role_label
@@ -44,7 +44,7 @@ class PlacementAnswer:
     cluster: Cluster
     result: SearchResult
     configured: Candidate | None = None
-    """The plan that the config is; None: the planner places the roles, or there is no config to compare with."""
+    """The plan of the config; None: the planner places the roles, or there is no config to compare with."""
     listed: int = 0
     """Number of plans to list in addition to the best of each style."""
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -61,6 +61,16 @@ class PlacementAnswer:
         """The fastest plan; None if none fits."""
         return self.result.best
 
+    @property
+    def is_configured(self) -> bool:
+        """True if no plan that was looked at is faster than the configured one. On one rank all placements are one."""
+        own, best = self.configured, self.best
+        if own is None or best is None or not own.fits:
+            return False
+        changes = {**self.given, **best.plan.settings(self.job.config)}
+        same = self.cluster.ranks == 1 or own.plan.roles == best.plan.roles
+        return own.seconds <= best.seconds or (same and not changes)
+
     def lines(self, key: str = "rl.placement") -> list[str]:
         """The tables that a user reads; `key` sets the placement."""
         prefix = key.removesuffix("placement")
@@ -68,8 +78,9 @@ class PlacementAnswer:
         new_tokens = lengths.mean_row - lengths.prompt_tokens
         hosts = f"{cluster.hosts} host{'s' * (cluster.hosts > 1)}"
         head = "".join(f"{name:>13}" for name in ("step", *PHASES, "GiB a rank"))
+        what = "placement plan" if cluster.ranks > 1 else "plan"
         lines = [
-            f"placement plan in seconds of an RL step: {cluster.ranks} x {machine.name} on {hosts}, speeds "
+            f"{what} in seconds of an RL step: {cluster.ranks} x {machine.name} on {hosts}, speeds "
             f"{'measured' if machine.measured else 'of the data sheet'}; {len(lengths.completions)} completions of "
             f"{new_tokens:.0f} tokens in the mean, prompts of {lengths.prompt_tokens:.0f}",
             f"{'plan':14}{head}",
@@ -81,7 +92,7 @@ class PlacementAnswer:
             style = self.configured.plan.placement.style
             lines += [_line("configured", self.configured), f"  {style}: {self.why(self.configured)}"]
         if self.given:
-            lines.append(f"the plans below have {_options(self.given, prefix)}, without which none fits")
+            lines.append(f"the plans below have {as_options(self.given, prefix)}, without which none fits")
         for candidate in self.result.ranked:
             lines += [_line(candidate.plan.placement.style, candidate), f"  {self.why(candidate)}"]
         for candidate in self.others:
@@ -90,14 +101,11 @@ class PlacementAnswer:
             lines.append(f"  {', '.join([_on_one_line(candidate.plan), *settings])}: {self.why(candidate)}")
         if self.best is not None:
             lines += ["", f"best plan: {self.best.plan.placement.style}", *_roles(self.best, self.job)]
-            lines.append(f"  set it with {self._best_options(key)}")
+            options = as_options({**self.given, **self.best.plan.settings(self.job.config)}, prefix)
+            placement = f"--{key} '{_on_one_line(self.best.plan)}' " * (cluster.ranks > 1)
+            advice = f"set it with {placement}{options}".rstrip()
+            lines.append(f"  {'the settings in use are as fast' if self.is_configured else advice}")
         return lines
-
-    def _best_options(self, key: str) -> str:
-        """The best plan as options of a command whose key `key` sets the placement."""
-        assert self.best is not None
-        settings = {**self.given, **self.best.plan.settings(self.job.config)}
-        return f"--{key} '{_on_one_line(self.best.plan)}' {_options(settings, key.removesuffix('placement'))}".rstrip()
 
     def why(self, candidate: Candidate) -> str:
         """Why a plan is the best, or lost."""
@@ -115,7 +123,8 @@ class PlacementAnswer:
             return "fits; times with a copy of the critic are not predicted"
         if candidate is best:
             return "fits, and is the fastest"
-        if best is None or best.time is None or candidate.seconds <= best.seconds:
+        own = candidate is self.configured and self.is_configured
+        if own or best is None or best.time is None or candidate.seconds <= best.seconds:
             return "fits, and no plan looked at is faster"
         lost = {phase: seconds - best.time.phases[phase] for phase, seconds in candidate.time.phases.items()}
         most = max(PHASES, key=lost.__getitem__)
@@ -123,7 +132,7 @@ class PlacementAnswer:
         return f"{candidate.seconds / best.seconds - 1:.1%} slower{reason}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The same for programs; seconds and bytes."""
+        """The answer as JSON for programs, in seconds and bytes."""
         return {
             "machine": self.machine.name,
             "source": "measured" if self.machine.measured else "data sheet",
@@ -171,14 +180,15 @@ def plan_placement(
 
     Args:
         job: the work of a step.
-        machine: the speed of its ranks.
-        rank: its ranks, and the memory that a run may use.
+        machine: the speed of a rank.
+        rank: the number of ranks, and the memory that a run may use on each.
         configured: the placement of the config, to be compared with the best ones.
         listed: number of plans to list in addition to the best of each style.
     """
 
     def search_with(tokens: int | None) -> Search:
-        changed = job if tokens is None else replace(job, config=_with_tokens(job, tokens))
+        config = job.config if tokens is None else with_settings(job.config, {"train.micro_batch_tokens": tokens})
+        changed = replace(job, config=config)
         return Search(StepTimer(changed, machine, rank.cluster), MemoryModel(changed, rank), keep=listed + 1)
 
     smaller, larger = _micro_batches(job)
@@ -200,13 +210,11 @@ def plan_placement(
 
 
 def configured_plan(job: RLJob, machine: Machine, rank: Device, placement: Placement) -> Candidate:
-    """The plan that a job's config is under a placement, with its memory measured exactly."""
-    timer = StepTimer(job, machine, rank.cluster)
-    return Candidate.of(timer, MemoryModel(job, rank, exact=True), StepPlan.of(job.config, placement))
-
-
-def _with_tokens(job: RLJob, tokens: int) -> Any:
-    return with_settings(job.config, {"train.micro_batch_tokens": tokens})
+    """The plan of a job's config under a placement, with its memory measured exactly."""
+    search = Search(StepTimer(job, machine, rank.cluster), MemoryModel(job, rank, exact=True))
+    style = style_of({name: role.ranks for name, role in placement.roles.items()}, rank.ranks)
+    placement = replace(placement, style=style)
+    return search.evaluate(StepPlan.of(job.config, placement))
 
 
 def _micro_batches(job: RLJob) -> tuple[list[int], list[int]]:
@@ -227,17 +235,13 @@ def _on_one_line(plan: StepPlan) -> str:
     return str(given).replace("'", '"')
 
 
-def _options(settings: Mapping[str, Any], prefix: str) -> str:
-    """Settings as the command line takes them."""
-    return " ".join(f"--{prefix}{name} {str(value).lower()}" for name, value in settings.items())
-
-
 def _line(name: str, candidate: Candidate) -> str:
-    memory = f"{candidate.memory.peak_bytes / _GIB:.2f}"
-    if candidate.time is None:
-        return f"{name:14}" + f"{'-':>13}" * (len(PHASES) + 1) + f"{memory:>13}"
-    phases = [candidate.time.phases[phase] for phase in PHASES]
-    return f"{name:14}" + "".join(f"{value:>13.2f}" for value in (candidate.seconds, *phases)) + f"{memory:>13}"
+    time = candidate.time
+    values = ["-"] * (len(PHASES) + 1)
+    if time is not None:
+        values = [f"{seconds:.2f}" for seconds in (time.step_seconds, *(time.phases[phase] for phase in PHASES))]
+    values.append(f"{candidate.memory.peak_bytes / _GIB:.2f}")
+    return f"{name:14}" + "".join(f"{value:>13}" for value in values)
 
 
 def _roles(candidate: Candidate, job: RLJob) -> list[str]:

@@ -23,8 +23,6 @@ class StepPlan:
     """How an RL step runs."""
 
     placement: Placement
-    policy_lag: int = 0
-    """Steps by which the weights that sample are behind; above 0 only with a separate sampler."""
     offload_frozen: bool = False
     """rollout.offload_frozen."""
     offload_states: bool = False
@@ -40,8 +38,7 @@ class StepPlan:
         rollout = config.rollout
         zero = config.actor.zero
         on_host = zero.offload_optimizer and (config.critic is None or config.critic_zero.offload_optimizer)
-        lag = rollout.overlap_steps if placement.separate_sampler else 0
-        return cls(placement, lag, rollout.offload_frozen, rollout.offload_states, on_host)
+        return cls(placement, rollout.offload_frozen, rollout.offload_states, on_host)
 
     @property
     def roles(self) -> Mapping[str, RolePlacement]:
@@ -59,14 +56,13 @@ class StepPlan:
         return self.placement.separate_sampler
 
     @property
-    def samplers(self) -> tuple[str, ...]:
-        """Names of the roles that sample."""
-        return (SAMPLER,) if self.separate else ("actor",)
+    def sampler(self) -> str:
+        """Name of the role that samples."""
+        return SAMPLER if self.separate else "actor"
 
-    @property
-    def sampling_groups(self) -> list[tuple[int, ...]]:
-        """The tensor-parallel groups that sample; prompt i goes to group i mod their number."""
-        return self.placement.sampling_groups
+    def overlaps(self, job: RLJob) -> bool:
+        """True if the next rollout is sampled while the learners train."""
+        return self.separate and job.config.rollout.overlap_steps > 0
 
     def offloads_optimizer(self, role: str, zero: ZeroConfig) -> bool:
         """True if the optimizer states of a learner are on the host, by the plan or by its own section."""
@@ -84,7 +80,7 @@ class StepPlan:
 
     @property
     def offloads(self) -> bool:
-        """True if it makes room by offloading."""
+        """True if the plan offloads anything."""
         return self.offload_frozen or self.offload_states or self.offload_optimizer
 
     def placement_setting(self) -> RolePlacements:

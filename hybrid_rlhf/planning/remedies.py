@@ -2,8 +2,8 @@
 
 All changes are made, in the order of their costs; those that are not needed are taken back, the costliest first, and
 the rest is made as weak as possible. So a remedy is minimal: without any of its settings the step does not fit.
-Adapters change what is learned, so they are advised in addition to a remedy for all weights that needs host memory or
-does not exist; adapters over 4-bit weights likewise. Every remedy is verified by planning with it.
+Moments in 8 bits change updates, and adapters what is learned, so they are advised in addition to a remedy that needs
+host memory or does not exist; adapters over 4-bit weights likewise. Every remedy is verified by planning with it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.models.structure import EXPERTS
 from hybrid_rlhf.planning.device import Device
-from hybrid_rlhf.planning.dotted_keys import Settings, with_settings
+from hybrid_rlhf.planning.dotted_keys import Settings, as_options, with_settings
 from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory
 from hybrid_rlhf.planning.shapes import read_config
 from hybrid_rlhf.planning.step_memory import Planner
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 Levels = Sequence[Settings]
 """Settings of the same keys, from the weakest to the strongest."""
@@ -54,7 +55,7 @@ class Remedy:
 
     def in_words(self, prefix: str = "") -> str:
         """As options of the command line, with their costs."""
-        words = " ".join(f"--{prefix}{key} {str(value).lower()}" for key, value in self.settings.items())
+        words = as_options(self.settings, prefix)
         costs = [f"{self.host_bytes / 2**30:.1f} GiB of host memory per rank"] if self.host_bytes >= 2**27 else []
         costs += [] if self.seconds is None else [f"{self.seconds:.1f} s per step"]
         return f"{words} ({', '.join(costs)})" if costs else words
@@ -69,7 +70,7 @@ def remedies(planner: Planner, config: AnyStep, seconds: Seconds | None = None) 
         seconds: predicts a step; None: it is not predicted.
     """
     found: list[Remedy] = []
-    for settings in ({}, *_adapters(config), *_four_bit(config)):
+    for settings in ({}, *_eight_bit(planner, config), *_adapters(config), *_four_bit(config)):
         # without any other remedy, 4-bit weights are one of the larger changes that `nearest` names
         if all(remedy.uses_host for remedy in found) and (found or "model.quantization" not in settings):
             found += _fitting(planner, config, [(planner.machine, settings)], seconds)
@@ -95,12 +96,8 @@ def nearest(planner: Planner, config: AnyStep, *, ranks_per_host: int, seconds: 
         for ranks in larger
         if ranks <= _MOST_RANKS
     ]
-    ways = [
-        [(machine, settings) for settings in split],
-        [(machine, settings) for settings in _four_bit(config)],
-        [(machine, settings) for settings in _shorter_rows(config)],
-        [(more, settings) for more in machines for settings in ({}, *split[-1:])],
-    ]
+    ways = [[(machine, settings) for settings in some] for some in (split, _four_bit(config), _shorter_rows(config))]
+    ways.append([(more, settings) for more in machines for settings in ({}, *split[-1:])])
     return [remedy for way in ways for remedy in _fitting(planner, config, way, seconds)]
 
 
@@ -113,7 +110,7 @@ def _fitting(
         there = replace(planner, machine=machine)
         with contextlib.suppress(UserError):  # violates a rule
             changed = with_settings(config, settings)
-            # of ZeRO, more may need more: ZeRO-3 has buckets, and copies inference weights where others use views
+            # a higher stage may need more: ZeRO-3 has buckets, and copies inference weights instead of using views
             tried = (_minimal(there, changed, most_zero=stage) for stage in (3, 2, 1, 0))
             if (found := next((each for each in tried if each is not None), None)) is not None:
                 settings = settings | found
@@ -132,15 +129,26 @@ def _is_mixture(config: AnyStep) -> bool:
     return False
 
 
+def _eight_bit(planner: Planner, config: AnyStep) -> list[Settings]:
+    """AdamW's moments in 8 bits, on a GPU for models without adapters."""
+    roles: dict[str, Any] = {"": config}
+    if isinstance(config, RLConfig):
+        roles = {"actor.": config.actor, "critic.": config.critic}
+    learning = {prefix: role.optimizer.name for prefix, role in roles.items() if role is not None}
+    whole = all(lora is None for _, lora in _engines(config).values()) and {*learning.values()} == {"adamw"}
+    fits = whole and planner.machine.device.type == "cuda"
+    return [{f"{prefix}optimizer.name": "adamw_8bit" for prefix in learning}] if fits else []
+
+
 def _adapters(config: AnyStep) -> list[Settings]:
-    """Adapters, unless the step has these."""
+    """Adapters, unless all engines have them."""
     sections = _engines(config)
     missing = any(lora is None for _, lora in sections.values())
     return [{f"{section}lora.rank": 16 for section in sections}] if missing else []
 
 
 def _four_bit(config: AnyStep) -> list[Settings]:
-    """Adapters over 4-bit weights with checkpoints, unless the step has these."""
+    """Adapters over 4-bit weights with gradient checkpointing, unless the weights are in 4 bits."""
     if config.model.quantization is not None:
         return []
     base: Settings = {"model.quantization": "nf4", "model.gradient_checkpointing": True}
@@ -160,27 +168,31 @@ def _halves(key: str, value: int, *, least: int) -> list[Settings]:
 
 
 def _minimal(planner: Planner, config: AnyStep, *, most_zero: int) -> Settings | None:
-    """As few and as weak changes as suffice, with ZeRO up to a stage; None if all of them do not."""
+    """The fewest and weakest changes that suffice, with ZeRO up to a stage; None if no changes do."""
     known: dict[tuple[Any, ...], list[PhaseMemory]] = {}
+    tried = [levels for levels in _changes(config, planner.machine, most_zero=most_zero) if levels]
+    most = sum(2 + len(levels) for levels in tried)
+    progress = ProgressLog(f"looking for settings that fit, ZeRO {most_zero}", total=most, unit="settings")
 
     def phases(settings: Settings) -> list[PhaseMemory]:
         """The phases of a step; [] if settings violate a rule together with the others."""
         key = tuple(sorted(settings.items()))
         if key not in known:
+            progress.advance()
             known[key] = []
             with contextlib.suppress(UserError):
                 known[key] = planner.phases(with_settings(config, settings))
         return known[key]
 
     def fits(settings: Settings, *, device_alone: bool = False) -> bool:
-        """`device_alone`: whatever it needs of the host, of which changes need more, not less."""
+        """`device_alone`: ignore host memory, of which changes need more, not less."""
         found = phases(settings)
         on_device = all(phase.total <= phase.machine.device_bytes for phase in found)
         return bool(found) and (on_device if device_alone else all(phase.fits for phase in found))
 
     changes: list[Levels] = []
-    for levels in _changes(config, planner.machine, most_zero=most_zero):
-        if levels and phases(_strongest([*changes, levels])):
+    for levels in tried:
+        if phases(_strongest([*changes, levels])):
             changes.append(levels)
     if not fits(_strongest(changes), device_alone=True):
         return None
@@ -217,7 +229,10 @@ def _changes(config: AnyStep, machine: Device, *, most_zero: int = 3) -> Iterato
     least = min(zero.stage for zero, _ in _engines(config).values())
     yield [_each(config, "zero.stage", stage) for stage in (1, 2, 3) if least < stage <= most_zero]
     if isinstance(config, RLConfig):
-        yield [{"rollout.tensor_parallel": each} for each in group_sizes(machine, above=config.rollout.tensor_parallel)]
+        yield [
+            {"rollout.tensor_parallel": each}
+            for each in tensor_parallel_sizes(machine, above=config.rollout.tensor_parallel)
+        ]
         most = config.rollout.kv_cache_gib
         # without a size the cache takes what is left, which on a small device is less than a size that is set
         limit = machine.device_bytes / 2**30 / 4 if most is None else most
@@ -230,7 +245,7 @@ def _changes(config: AnyStep, machine: Device, *, most_zero: int = 3) -> Iterato
             yield [_each(config, f"zero.{key}", True)]
 
 
-def group_sizes(machine: Device, *, above: int = 1) -> list[int]:
+def tensor_parallel_sizes(machine: Device, *, above: int = 1) -> list[int]:
     """Sizes of tensor-parallel groups: powers of two that divide the ranks of a host, and its ranks; then whole
     hosts."""
     local = machine.cluster.ranks_per_host

@@ -46,7 +46,7 @@ def require_room(config: RLConfig, placement: Placement, world: World) -> None:
 
 
 def misfit(config: RLConfig, placement: Placement, machine: Device) -> str | None:
-    """The phase that exceeds its memory most, and what would fit; none where everything fits."""
+    """A line on the phase where most memory is missing, and settings that fit; None if everything fits."""
     planner = Planner(machine)
     phase = largest_misfit(planner.memory(config, placement))
     if phase is None:
@@ -108,14 +108,10 @@ def resolve_keep_weights(config: RLConfig, world: World) -> RLConfig:
         rollout = config.rollout
         if world.is_main and world.device.type == "cuda" and rollout.backend == "auto":
             with contextlib.suppress(Unplannable):
-                keep = plan_has_room(config, own_device(world.size, local=world.local_size))
+                kept = with_settings(config, {"rollout.keep_weights": True})
+                phases = Planner(own_device(world.size, local=world.local_size)).phases(kept)
+                keep = all(phase.fits and not phase.note for phase in phases)  # a note: not all rows at once
     keep = world.broadcast_object(keep)
     if keep and world.is_main:
         logger.info("inference weights and CUDA graphs stay in memory between rollouts: the memory plan has room")
     return with_settings(config, {"rollout.keep_weights": keep})
-
-
-def plan_has_room(config: RLConfig, machine: Device) -> bool:
-    """True if every phase fits with inference weights and cache kept, and all completions are decoded at once."""
-    kept = with_settings(config, {"rollout.keep_weights": True})
-    return all(phase.fits and not phase.note for phase in Planner(machine).phases(kept))

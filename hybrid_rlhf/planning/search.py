@@ -24,13 +24,14 @@ from hybrid_rlhf.planning.job import RLJob
 from hybrid_rlhf.planning.placed_memory import MemoryModel, PlanMemory
 from hybrid_rlhf.planning.plans import SAMPLER, StepPlan, style_of
 from hybrid_rlhf.planning.step_time import StepTime, StepTimer
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement, RolePlacement
 
 STYLES = (*NAMED_STYLES, "hybrid")
 PARTS = 8
 """Up to this number of ranks every size of a range is tried; beyond it, multiples of at least a PARTS-th of them."""
 _CHECKED = 200
-"""Most plans of a style whose memory is checked, without those whose weights alone do not fit."""
+"""Largest number of plans of a style whose memory is checked, not counting those whose weights alone do not fit."""
 _ALL_ROWS = 10**9
 _SINGLE = ("actor", "critic", "reference", "teacher")
 
@@ -45,15 +46,6 @@ class Candidate:
     plan: StepPlan
     memory: PlanMemory
     time: StepTime | None = None
-
-    @classmethod
-    def of(cls, timer: StepTimer, memory: MemoryModel, plan: StepPlan) -> Candidate:
-        """Predict a plan with the micro-batches of the job; the time with a copy of the critic is not predicted."""
-        plan = replace(plan, micro_batch_tokens=timer.job.config.train.micro_batch_tokens)
-        need = memory(plan)
-        if need.misfit is not None or CRITIC_COPY in plan.roles:
-            return cls(plan, need)
-        return cls(plan, need, timer(plan, rows_at_once=need.rows_at_once))
 
     @property
     def fits(self) -> bool:
@@ -100,7 +92,7 @@ class Search:
     """Looks for the plan with the shortest step that fits into memory."""
 
     def __init__(self, timer: StepTimer, memory: MemoryModel, *, keep: int = 1) -> None:
-        """Take the prices, the memory, and the number of plans of each style that are wanted."""
+        """Take the models of time and memory, and the number of plans of each style to find."""
         self.timer = timer
         self.memory = memory
         self._keep = keep
@@ -109,43 +101,50 @@ class Search:
 
     def run(self, styles: Collection[str] = STYLES) -> SearchResult:
         """The best plans of some styles."""
+        ranks = self.timer.cluster.ranks
         job, cluster = self.timer.job, self.timer.cluster
-        by_style: dict[str, list[Layout]] = {style: [] for style in STYLES if style in styles}
+        by_style: dict[str, list[StepPlan]] = {style: [] for style in STYLES if style in styles}
         for layout in layouts(job, cluster):
-            style = style_of(layout, cluster.ranks)
-            if style in by_style:
-                by_style[style].append(layout)
-        best = [self._best(some) for some in by_style.values() if some]
+            if (style := style_of(layout, ranks)) in by_style:
+                by_style[style] += plans_of(job, cluster, layout)
+        ways = {style: sum(1 + len(offloads(job, plan)) for plan in plans) for style, plans in by_style.items()}
+        progress = ProgressLog("searching placements", total=sum(ways.values()), unit="plans")
+        best = [self._best(plans, ways[style], progress) for style, plans in by_style.items() if plans]
         return SearchResult(tuple(sorted(best, key=_order)), self._evaluated, tuple(sorted(self._fitting, key=_order)))
 
     def evaluate(self, plan: StepPlan) -> Candidate:
-        """Memory and time of one plan."""
-        candidate = Candidate.of(self.timer, self.memory, plan)
+        """Predict a plan with the micro-batches of the job; the time with a copy of the critic is not predicted."""
+        plan = replace(plan, micro_batch_tokens=self.timer.job.config.train.micro_batch_tokens)
+        need = self.memory(plan)
         self._evaluated += 1
-        if candidate.time is not None:
-            self._fitting.append(candidate)
-        return candidate
+        if need.misfit is not None or CRITIC_COPY in plan.roles:
+            return Candidate(plan, need)
+        self._fitting.append(Candidate(plan, need, self.timer(plan, rows_at_once=need.rows_at_once)))
+        return self._fitting[-1]
 
-    def _best(self, some: list[Layout]) -> Candidate:
-        """The fastest plan of layouts of a style, or the one nearest to fitting. Offloading only adds time, so it is
-        tried on plans that are faster than the best that fits."""
+    def _best(self, plans: list[StepPlan], ways: int, progress: ProgressLog) -> Candidate:
+        """The fastest plan of a style, or the one nearest to fitting. Offloading only adds time, so it is tried on
+        plans that are faster than the best that fits; with it there are a number of ways."""
         job = self.timer.job
         found: list[Candidate] = []
-        plans = [plan for layout in some for plan in plans_of(job, self.timer.cluster, layout)]
-        misfits = self._fastest(plans, found)
+        misfits = self._fastest(plans, found, progress)
         offloaded = [replace(plan, **each) for plan in misfits for each in offloads(job, plan)]
-        self._fastest(offloaded, found)
+        progress.advance(ways - len(plans) - len(offloaded))
+        self._fastest(offloaded, found, progress)
         return found[0] if found else self.evaluate(min(offloaded or plans, key=self._held))
 
-    def _fastest(self, plans: list[StepPlan], found: list[Candidate]) -> list[StepPlan]:
+    def _fastest(self, plans: list[StepPlan], found: list[Candidate], progress: ProgressLog) -> list[StepPlan]:
         """Add the fastest plans that fit to those found; returns the plans that do not fit and are faster."""
         misfits = []
         last = self._evaluated + _CHECKED
-        for seconds, place in sorted((self._least(plan), place) for place, plan in enumerate(plans)):
+        priced = sorted((self._least(plan, progress), place) for place, plan in enumerate(plans))
+        for left, (seconds, place) in zip(range(len(plans), 0, -1), priced, strict=True):
             if len(found) >= self._keep and seconds >= found[self._keep - 1].seconds:
+                progress.advance(left)
                 break
+            progress.advance()
             plan = plans[place]
-            has_room = self._held(plan) <= self.memory.machine.device_bytes and self._evaluated < last
+            has_room = self._evaluated < last and self._held(plan) <= self.memory.machine.device_bytes
             candidate = self.evaluate(plan) if has_room else None
             if candidate is None or candidate.time is None:
                 misfits.append(plan)
@@ -153,12 +152,13 @@ class Search:
                 bisect.insort(found, candidate, key=_order)
         return misfits
 
-    def _least(self, plan: StepPlan) -> float:
+    def _least(self, plan: StepPlan, progress: ProgressLog) -> float:
         """Seconds with memory for all completions at once."""
+        progress.advance(0)
         return self.timer(plan, rows_at_once=_ALL_ROWS).step_seconds
 
     def _held(self, plan: StepPlan) -> float:
-        """Bytes of the roles of the rank with most, with the passes of one of them; without those of a sampler."""
+        """Bytes on the fullest rank: its roles and the largest pass of one of them, without those of a sampler."""
         most = 0.0
         for names, _ in self.timer.classes(plan):
             roles = [self.memory.of_role(plan, name) for name in names if name in self.timer.job.roles]
@@ -200,32 +200,35 @@ def unit_of(cluster: Cluster) -> int:
 
 def plans_of(job: RLJob, cluster: Cluster, layout: Layout) -> Iterator[StepPlan]:
     """The plans of a layout: ZeRO stages, and sizes of the groups that sample."""
-    style, separate = style_of(layout, cluster.ranks), SAMPLER in layout
-    lag, sampler = (job.config.rollout.overlap_steps, SAMPLER) if separate else (0, "actor")
+    style = style_of(layout, cluster.ranks)
+    sampler = SAMPLER if SAMPLER in layout else "actor"
     sizes = group_sizes(job, cluster, layout[sampler])
     shares = any(role.bound_to for role in job.roles.values())  # a shared base needs whole weights
     learners = [
         {role.name: _stage(stage, layout[role.name]) for role in job.learners}
-        for stage in ((0, 2) if shares else (0, 1, 2, 3))
+        for stage in ((0, 2) if shares else (0, 1, 2) if _eight_bit(job) else (0, 1, 2, 3))
     ]
     frozen = [[{role.name: _stage(stage, layout[role.name])} for stage in (0, 3)] for role in job.frozen]
-    seen = []
-    for chosen in itertools.product(learners, *frozen):
-        zero = {name: stage for each in chosen for name, stage in each.items()}
-        if zero in seen:
-            continue
-        seen.append(zero)
+    products = (
+        tuple(item for each in chosen for item in each.items()) for chosen in itertools.product(learners, *frozen)
+    )
+    for zero in map(dict, dict.fromkeys(products)):
         for size in sizes:
             roles = {
                 name: RolePlacement(ranks, zero.get(name, 0), size if name == sampler else 1)
                 for name, ranks in layout.items()
             }
-            yield StepPlan(Placement(roles, style), lag)
+            yield StepPlan(Placement(roles, style))
 
 
 def _stage(stage: ZeroStage, ranks: tuple[int, ...]) -> ZeroStage:
     """A stage that differs from 0 on one rank serves offloading alone."""
     return stage if len(ranks) > 1 else 2 if stage in (1, 2) else 0
+
+
+def _eight_bit(job: RLJob) -> bool:
+    """True if a learner has moments in 8 bits, which are neither under ZeRO-3 nor on the host."""
+    return any(role.optimizer is not None and role.optimizer.name == "adamw_8bit" for role in job.learners)
 
 
 def group_sizes(job: RLJob, cluster: Cluster, ranks: tuple[int, ...]) -> list[int]:
@@ -246,8 +249,8 @@ def offloads(job: RLJob, plan: StepPlan) -> list[dict[str, Any]]:
     """Settings that offload, as fields of a plan. A CPU is its own host."""
     useful = {
         "offload_frozen": bool(job.frozen),
-        "offload_states": not plan.separate and not plan.policy_lag,
-        "offload_optimizer": any(plan.roles[role.name].zero for role in job.learners),
+        "offload_states": not plan.separate,
+        "offload_optimizer": any(plan.roles[role.name].zero for role in job.learners) and not _eight_bit(job),
     }
     names = [name for name, is_useful in useful.items() if is_useful and job.device.type == "cuda"]
     return [

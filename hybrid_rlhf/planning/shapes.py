@@ -18,23 +18,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.integrations import hub_kernels
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.functional import head_kernels, logprobs
 from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes, recurrent_fields
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.expert_parallel import expert_layers, require_expert_parallelism
 from hybrid_rlhf.models.families import Family, family_of
 from hybrid_rlhf.models.four_bit import BYTES_PER_WEIGHT
 from hybrid_rlhf.models.lora import base_weight, choose_trained, four_bit_layers, lora_layers, plain_name
-from hybrid_rlhf.models.packing import layer_masks, packs, places, require_tensor_parallelism
+from hybrid_rlhf.models.packing import (
+    NO_PREFIX,
+    layer_masks,
+    packs,
+    places,
+    require_tensor_parallelism,
+    shares_prefixes,
+)
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import first_line, load_config, reading
 from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf_config
 from hybrid_rlhf.models.pretrained.loading import Architecture, adapt_config, require_score, shape_model
 from hybrid_rlhf.models.pretrained.names import EMBEDDED_MODEL
-from hybrid_rlhf.models.pretrained.sources import quiet_transformers
+from hybrid_rlhf.models.pretrained.sources import dequantised_folder, quiet_transformers
 from hybrid_rlhf.models.structure import backbone_of, layer_list, layer_matrices
 from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.planning.memo import once
@@ -53,13 +62,13 @@ class ParameterCounts:
     largest: int
     """Elements of the largest tensor."""
     adapted: int
-    """In matrices that have adapters."""
+    """Weights of the matrices that have adapters."""
     four_bit: int = 0
-    """In matrices that are stored in 4 bits."""
+    """Weights of the matrices that are stored in 4 bits."""
     largest_four_bit: int = 0
     """Elements of the largest of these matrices, which is dequantised at once."""
     matrices: int = 0
-    """In matrices of the layers, which Muon trains and tensor parallelism splits."""
+    """Weights of the matrices of the layers, which Muon trains and tensor parallelism splits."""
 
     def stored_bytes(self, itemsize: int) -> float:
         """Bytes of the weights, if those that are not in 4 bits take `itemsize` each."""
@@ -71,8 +80,7 @@ class ParameterCounts:
         return self.trained + self.frozen
 
 
-@dataclass(frozen=True)
-class ForwardMemory:
+class ForwardMemory(NamedTuple):
     """Bytes that a batch adds to the memory of a model."""
 
     kept: float
@@ -84,8 +92,7 @@ class ForwardMemory:
 
     def extrapolated(self, other: ForwardMemory, steps: float) -> ForwardMemory:
         """Linear extrapolation from self through other, by `steps` times their distance."""
-        pairs = ((self.kept, other.kept), (self.peak, other.peak), (self.host, other.host))
-        return ForwardMemory(*(b + (b - a) * steps for a, b in pairs))
+        return ForwardMemory(*(b + (b - a) * steps for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,22 @@ class BatchShape:
     """Tokens per row."""
     head_tokens: int
     """Tokens whose log-prob is computed; a scorer computes all."""
+    prefix: int = 0
+    """Tokens of a row that are computed once for several rows,"""
+    sharing: int = 1
+    """and the number of these rows."""
+    device: str = "cpu"
+    """Type of the device that computes them."""
+
+    @property
+    def prefixes(self) -> int:
+        """Number of different prefixes."""
+        return -(-self.rows // self.sharing) if self.prefix else 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed."""
+        return self.prefixes * self.prefix + self.rows * (self.length - self.prefix)
 
 
 class Unplannable(UserError):
@@ -109,7 +132,7 @@ class Unplannable(UserError):
 
 
 class NamedWeight(NamedTuple):
-    """A weight of a model, and what a family uses it for."""
+    """A weight of a model with its role in the family."""
 
     role: str
     layer: int
@@ -132,8 +155,14 @@ class ShapedModel:
         experts = sum(weight.numel() for layer in expert_layers(lm) for weight in layer.parameters())
         self.split_experts = experts if expert_parallel > 1 else 0
         """Elements of all experts, if ranks split them."""
+        self._sequence_parallel = config.sequence_parallel
         self._offloads = config.activation_offload
         self._expert_parallel = expert_parallel
+
+    @functools.cached_property
+    def shares_prefixes(self) -> bool:
+        """True if the common tokens of rows that begin alike are computed once."""
+        return self.tensor_parallel == 1 and self._sequence_parallel == 1 and shares_prefixes(self.lm)
 
     @functools.cached_property
     def weights(self) -> dict[str, Tensor]:
@@ -169,12 +198,12 @@ class ShapedModel:
 
     @functools.cached_property
     def settings(self) -> Mapping[str, Any]:
-        """What the family sets for the model; {} without a family."""
+        """Settings that the family derives from the model's config; {} without a family."""
         return {} if self.family is None else self.family.settings(self.text_config)
 
     @functools.cached_property
     def experts(self) -> Mapping[str, Any]:
-        """What the family says of the experts; {} for a model without a mixture."""
+        """Fields of the mixture of experts; {} for a model without one."""
         if self.family is None or self.family.experts is None or not any(self.named(["router"])):
             return {}
         return self.family.experts(self.text_config)
@@ -185,7 +214,7 @@ class ShapedModel:
         return {} if self.family is None else recurrent_fields(self.lm, self.family)
 
     def named(self, roles: Iterable[str], *, layers: int | None = None) -> Iterator[NamedWeight]:
-        """Weights that the family has for some roles, in each layer that has them."""
+        """The weights with some roles, in each layer that has them."""
         count = self.text_config.num_hidden_layers if layers is None else layers
         for role in roles:
             for layer in range(count):
@@ -216,7 +245,7 @@ class ShapedModel:
     def _run(self, batch: BatchShape, *, layers: int) -> ForwardMemory:
         """Run a batch through a few layers and count live bytes."""
         lm = self.lm
-        with _some_layers(lm, layers), _local_experts(lm, self._expert_parallel), _shapes_suffice():
+        with _some_layers(lm, layers), _local_experts(lm, self._expert_parallel), _shapes_suffice(batch.device):
             for parameter in lm.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             counter = LiveBytes("meta")
@@ -274,6 +303,9 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
     if source.suffix != ".gguf":
         return load_config(path, trust_remote_code=trust_remote_code)
     regular_file(source, "a model file must exist")
+    folder = dequantised_folder(source)
+    if folder.exists():  # a header has the vocabulary, which takes seconds to read
+        return load_config(str(folder), trust_remote_code=trust_remote_code)
     with quiet_transformers(), reading(f"{path} is no model that transformers knows", "check the path"):
         return read_gguf_config(source)
 
@@ -376,49 +408,35 @@ def _local_experts(lm: PreTrainedModel, parts: int) -> Iterator[None]:
 
 def _forward(lm: PreTrainedModel, batch: BatchShape) -> Tensor:
     """The forward of Policy and Scorer: backbone, head, a scalar to differentiate."""
-    shape = (1, batch.rows * batch.length) if packs(lm) else (batch.rows, batch.length)
+    shape = (1, batch.tokens) if packs(lm) else (batch.rows, batch.length)
     ids = torch.zeros(shape, dtype=torch.long, device="meta")
     arguments = {}
     if packs(lm):
-        mask = places([batch.length] * batch.rows, [batch.rows], device=ids.device)
+        lengths = [batch.prefix] * batch.prefixes + [batch.length - batch.prefix] * batch.rows
+        sizes = [size for size in (batch.prefixes, batch.rows) if size]
+        continued = [NO_PREFIX] * batch.prefixes + [row // batch.sharing for row in range(batch.rows)]
+        mask = places(lengths, sizes, device=ids.device, prefixes=continued if batch.prefix else ())
         arguments = {"position_ids": ids, "attention_mask": layer_masks(lm, mask)}
     hidden = backbone_of(lm)(input_ids=ids, use_cache=False, **arguments).last_hidden_state.flatten(0, 1)
     if lm.get_output_embeddings() is None:
         return lm.score(hidden).float().sum()  # type: ignore[operator, union-attr]
     wanted = ids.flatten()[: batch.head_tokens]
-    logprobs, _ = HeadLogprobs(lm)(hidden[wanted], wanted, 1.0)
-    return logprobs.sum()  # type: ignore[no-any-return]
+    of_tokens, _ = HeadLogprobs(lm, device_type=batch.device)(hidden[wanted], wanted, 1.0)
+    return of_tokens.sum()  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of a module."""
-    original = getattr(owner, name)
-    setattr(owner, name, other)
+def _shapes_suffice(device: str) -> Iterator[None]:
+    """Replace functions so that models run on the meta device, with the memory that they take on a type of device."""
+    of_device = _REPLACED_ON_GPUS if device == "cuda" else ()
+    replaced = [(*each, getattr(*each[:2])) for each in (*_REPLACED, *of_device) if hasattr(*each[:2])]
+    for owner, name, other, _ in replaced:
+        setattr(owner, name, other)
     try:
         yield
     finally:
-        setattr(owner, name, original)
-
-
-@contextlib.contextmanager
-def _shapes_suffice() -> Iterator[None]:
-    """Run models on the meta device, with the memory that they take elsewhere."""
-    with (
-        # packed rows are looked for in position ids, which have no values here
-        _replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
-        # torch keeps all attention scores here, a fused kernel does not
-        _replaced(
-            functional, "scaled_dot_product_attention", lambda q, k, v, **options: _FusedAttention.apply(q, k, v)
-        ),
-        # torch has none on this device; peft turns it off around the adapters of stacked experts
-        _replaced(torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
-        # torch's shape rule knows bfloat16 alone; before torch 2.9 there is no such product
-        _replaced(functional, "grouped_mm", lambda rows, weight, **_: _GroupedProduct.apply(rows, weight))
-        if hasattr(functional, "grouped_mm")
-        else contextlib.nullcontext(),
-    ):
-        yield
+        for owner, name, _, original in replaced:
+            setattr(owner, name, original)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -452,3 +470,25 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Sequence[Tensor]:
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+_REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    # packed rows are looked for in position ids, which have no values here
+    (masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+    # torch keeps all attention scores here, a fused kernel does not
+    (functional, "scaled_dot_product_attention", lambda q, k, v, **options: _FusedAttention.apply(q, k, v)),
+    # torch has none on this device; peft turns it off around the adapters of stacked experts
+    (torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
+    # transformers then takes torch's functions in place of Triton kernels (fla), which would read the tensors
+    (hub_kernels, "is_torchdynamo_exporting", lambda: True),
+    # torch's shape rule knows bfloat16 alone; before torch 2.9 there is no such product
+    (functional, "grouped_mm", lambda rows, weight, **_: _GroupedProduct.apply(rows, weight)),
+)
+"""Functions of modules, and what takes their place."""
+_REPLACED_ON_GPUS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (logprobs, "_suits_kernels", lambda hidden: hidden.dtype != torch.float64),
+    (logprobs, "wide_linear", lambda *_, out: out),
+    (head_kernels, "summary", lambda logits, labels, **_: logits.new_empty(3, len(labels)).unbind()),
+    (head_kernels, "logits_gradient", lambda *_, out, **__: out),
+)
+"""The product and the kernels of the head, and which states these take."""

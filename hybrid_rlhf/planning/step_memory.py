@@ -126,9 +126,9 @@ class Planner:
 
 
 def lacks_kv_cache(config: RLConfig, placement: Placement) -> bool:
-    """True if a thread samples beside training with a KV cache whose size is not configured."""
+    """True if a sampler on ranks of its own samples while the actor trains, with a KV cache whose size is not set."""
     rollout = config.rollout
-    overlaps = StepPlan.of(config, placement).policy_lag > 0
+    overlaps = rollout.max_lag > 0 and placement.separate_sampler
     return overlaps and rollout.kv_cache_gib is None and rollout.backend != "vllm"
 
 

@@ -6,7 +6,7 @@ follow one another, and the ranks of a host share its cores. Collectives add byt
 their messages, but for the part of ZeRO-3's gathers that hides behind the layers (arXiv 1910.02054, section 7).
 
 Roles on the same ranks take turns, roles on disjoint ranks compute at once, and a phase ends when its last rank is
-done. A step is the sum of its phases; with a policy lag a separate sampler works beside all other phases.
+done. A step is the sum of its phases; with a policy lag, a separate sampler works during all other phases.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hybrid_rlhf.planning.device import Cluster
 from hybrid_rlhf.planning.job import LEARNED_BYTES, SAMPLED_BYTES, ModelDimensions, RLJob
 from hybrid_rlhf.planning.machine import Machine
 from hybrid_rlhf.planning.memo import once, once_for
+from hybrid_rlhf.planning.micro_batches import LAYER_LAUNCHES
 from hybrid_rlhf.planning.plans import LEARNERS, StepPlan
 
 PHASES = ("weight_sync", "generation", "scoring", "training", "other")
@@ -40,8 +41,6 @@ LINK_ACHIEVED = 0.75
 """Parts of the peaks of a data sheet that copies and collectives reach; an assumption."""
 HOST_ADAM_PER_SECOND = 1.2e9
 """Parameters that AdamW updates in the memory of a host; an assumption."""
-LAYER_LAUNCHES = 40
-"""Operations of a layer's forward."""
 BACKWARD_LAUNCHES = 100
 """Operations of a layer's backward: with eager layers on an H200 it took the host 2.6 times as long as the forward."""
 BATCH_LAUNCHES = 300
@@ -114,14 +113,14 @@ class StepTime:
 
     step_seconds: float
     phases: Mapping[str, float]
-    """By phase; with a policy lag they overlap."""
+    """Seconds of each phase; they overlap if the next rollout is sampled during training."""
 
 
 class StepTimer:
     """Predicts steps of a job on a machine."""
 
     def __init__(self, job: RLJob, machine: Machine, cluster: Cluster) -> None:
-        """Take the work, how fast a rank is, and the ranks on their hosts."""
+        """Take the work, the speed of a rank, and the ranks on their hosts."""
         self.job = job
         self.machine = machine
         self.cluster = cluster
@@ -137,17 +136,17 @@ class StepTimer:
         job, spans = self.job, {name: self._span(role.ranks) for name, role in plan.roles.items()}
         reads, updates = {}, {}
         for name, role in job.roles.items():
-            times = job.actor_reads(lag=plan.policy_lag) if name == "actor" else 1
+            times = job.actor_reads if name == "actor" else 1
             zero = plan.roles[name].zero
             reads[name] = self._read(name, spans[name], zero, times, plan.offload_frozen and not role.is_trained)
             if role.is_trained:
                 updates[name] = self._updates(name, spans[name], zero, plan.offloads_optimizer(name, role.zero))
-        actor, sampler = plan.roles["actor"], plan.samplers[0]
+        actor, sampler = plan.roles["actor"], plan.sampler
         together = plan.sampling.tensor_parallel
         group = self._span(plan.sampling.ranks[:together])
         union = self._span(tuple(sorted({*actor.ranks, *plan.sampling.ranks}))) if plan.separate else None
         synced = self._weight_sync(spans["actor"], actor.zero, together, union, plan.offload_states)
-        sampled = self._sampling(len(plan.sampling_groups), group, min(rows_at_once, len(job.lengths.completions)))
+        sampled = self._sampling(len(plan.sampling.groups), group, min(rows_at_once, len(job.lengths.completions)))
         frozen = {name: seconds for name, seconds in reads.items() if name not in LEARNERS}
         learners = {name: seconds for name, seconds in reads.items() if name in LEARNERS}
         phases = {
@@ -160,8 +159,7 @@ class StepTimer:
         phases = {name: seconds + self._messages[name] for name, seconds in phases.items()}
         sampling = phases["weight_sync"] + phases["generation"]
         rest = sum(phases.values()) - sampling
-        overlaps = plan.policy_lag > 0 and plan.separate
-        return StepTime(max(sampling, rest) if overlaps else sampling + rest, phases)
+        return StepTime(max(sampling, rest) if plan.overlaps(job) else sampling + rest, phases)
 
     def _stage(self, plan: StepPlan, taken: Mapping[str, Seconds]) -> float:
         """Time until the last rank is done, where each rank does the work of its roles in turn."""
@@ -181,11 +179,7 @@ class StepTimer:
     @once_for(lambda self, plan: tuple((name, role.ranks) for name, role in plan.roles.items()))
     def classes(self, plan: StepPlan) -> list[tuple[tuple[str, ...], int]]:
         """The roles of ranks that hold the same ones, and the number of these ranks."""
-        held: dict[int, tuple[str, ...]] = {}
-        for name, role in plan.roles.items():
-            for rank in role.ranks:
-                held[rank] = (*held.get(rank, ()), name)
-        return [*Counter(held.values()).items()]
+        return [(names, len(ranks)) for names, ranks in plan.placement.ranks_by_roles.items()]
 
     # A rank's work
 
@@ -203,9 +197,12 @@ class StepTimer:
         """One of the parts of a number of rows."""
         lengths, train = self.job.lengths, self.job.config.train
         mine = math.ceil(rows / parts)
-        at_once = train.micro_batch_size or max(1, int(train.tokens_on(self.job.device.type) // lengths.mean_row))
-        head = mine * (lengths.mean_row - lengths.prompt_tokens)
-        return Rows(math.ceil(mine / at_once), mine * lengths.mean_row, head, mine * lengths.mean_square)
+        completion = lengths.mean_row - lengths.prompt_tokens
+        saved = 1.0 - 1.0 / self.job.sharing(lengths.prompt_tokens, completion)  # part of the prompts
+        row, square = lengths.mean_row - saved * lengths.prompt_tokens, lengths.prompt_tokens**2
+        at_once = train.micro_batch_size or max(1, int(train.tokens_on(self.job.device.type) // row))
+        squares = mine * (lengths.mean_square - saved * square)
+        return Rows(math.ceil(mine / at_once), mine * row, mine * completion, squares)
 
     @once
     def _read(self, name: str, span: Span, zero: int, times: int, on_host: bool) -> Seconds:

@@ -61,6 +61,13 @@ def load_machine(cache_dir: str | None = None, *, ranks: int | None = None) -> M
     return mine.get(max(mine, default=None) if ranks is None else ranks)
 
 
+def own_machine(cache_dir: str | None, device: torch.device) -> Machine | None:
+    """The measurements of this machine in the cache folder of a run, or else in the default one; None if there are none
+    for this type of device."""
+    machine = load_machine(cache_dir) or load_machine()
+    return machine if machine is not None and machine.type == device.type else None
+
+
 def _content(path: Path) -> tuple[dict[str, Any], Machine]:
     """The key of a file, and its machine."""
     try:

@@ -1,4 +1,4 @@
-"""An RL run from its config: prompts, roles, algorithm, trainer.
+"""An RL run from its config: prompts, roles, algorithm, session.
 
 Data is read before models are loaded, so that an error in a file is reported within seconds.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
+from hybrid_rlhf.configs.sections.placement import is_automatic
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.loaders import FEW_UPDATES, RowStream
@@ -31,96 +31,25 @@ from hybrid_rlhf.loop.setup import (
     record_data,
     start_step,
 )
-from hybrid_rlhf.loop.step import ModelSource, Step
-from hybrid_rlhf.loop.user_code import register
-from hybrid_rlhf.planning.automatic import choose_placement
+from hybrid_rlhf.planning.micro_batches import resolve_micro_batches
 from hybrid_rlhf.planning.room import require_room, resolve_keep_weights, resolve_kv_cache
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
-from hybrid_rlhf.rl.environments import Environment, build_runner
+from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.rl.parts import RLParts, RLSession
+from hybrid_rlhf.rl.rewards.functions import load_function
 from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
 from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.stream import StepStream
-from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
-from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.runtime.observability.logs import logger, note
 from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.run import Callback, Run
+from hybrid_rlhf.runtime.world import World
 
-RewardSource = Callable[..., Any] | str | os.PathLike[str] | Mapping[str, Any]
-"""A Python function, a reward model's path, or the settings of a reward component."""
-
-
-class RL(Step[RLConfig]):
-    """RL of an actor on its own completions: PPO, or `algorithm="grpo"` and others.
-
-        RL(model="embedded", data=[{"prompt": "Hello"}], algorithm="grpo", reward=my_function).train()
-
-    `session` returns the parts for a custom training loop, instead of `train`. See `Step` for the other arguments.
-    """
-
-    config_type = RLConfig
-
-    def __init__(
-        self,
-        config: RLConfig | ModelSource | None = None,
-        *,
-        reward: RewardSource | Sequence[RewardSource] | None = None,
-        environment: type[Environment] | Mapping[str, Any] | None = None,
-        algorithm_class: type[Algorithm] | None = None,
-        **settings: Any,
-    ) -> None:
-        """Take the settings.
-
-        Args:
-            config: settings that the keywords override, or the model; None: the defaults.
-            reward: one or several components: functions `f(prompts, completions, **columns)` that return a score per
-                completion, paths of reward models, or settings of a component.
-            environment: a class with `reset` and `step`, or the section `environment`; None: a completion is one turn.
-            algorithm_class: a custom algorithm; it reads the settings of the section `algorithm`.
-            settings: model, data, callbacks, and the other keys and sections of the config.
-
-        Raises:
-            UserError: for an unknown key, a wrong value, or a rule of the config.
-        """
-        if reward is not None:
-            rewards = reward if isinstance(reward, Sequence) and not isinstance(reward, str) else [reward]
-            settings["reward"] = {"components": [_component(source) for source in rewards]}
-        if environment is not None:
-            settings["environment"] = {"path": register(environment)} if isinstance(environment, type) else environment
-        super().__init__(config, **settings)
-        self._algorithm_class = algorithm_class
-
-    def session(self) -> contextlib.AbstractContextManager[RLSession]:
-        """The run's models, data and parts; the process group is closed at the end of the context."""
-        return rl_session(self.config, self.callbacks, self._algorithm_class)
-
-    def _run(self) -> None:
-        run_rl(self.config, self.callbacks, self._algorithm_class)
-
-
-def _component(source: RewardSource) -> str | Mapping[str, Any]:
-    """A reward component as in config files."""
-    if callable(source):
-        return {"function": register(source)}
-    if isinstance(source, (str, os.PathLike)):
-        return os.fspath(source)
-    require(
-        isinstance(source, Mapping),
-        f"reward must be a function, a path or a mapping, or a list of them, got {source!r:.40}: give one",
-    )
-    return source
-
-
-def run_rl(
-    config: RLConfig, callbacks: Sequence[Callback] = (), algorithm_class: type[Algorithm] | None = None
-) -> None:
-    """RL by any algorithm, from config to saved actor and critic."""
-    with rl_session(config, callbacks, algorithm_class) as session:
-        RLTrainer(session).train()
-        session.save()
+PlacementChoice = Callable[[RLConfig, World], RLConfig]
+"""Replaces `placement: auto` by named ranks; every rank calls it."""
 
 
 @contextlib.contextmanager
@@ -128,6 +57,7 @@ def rl_session(
     config: RLConfig,
     callbacks: Sequence[Callback] = (),
     algorithm_class: type[Algorithm] | None = None,
+    choose_placement: PlacementChoice | None = None,
 ) -> Iterator[RLSession]:
     """Read the data, then load the models, and wire the parts.
 
@@ -135,12 +65,23 @@ def rl_session(
         config: the run.
         callbacks: called with each step and its metrics.
         algorithm_class: a custom algorithm; None: that of the config.
+        choose_placement: the planner's choice, which `placement: auto` needs.
+
+    Raises:
+        UserError: for `placement: auto` without a choice.
     """
     with open_step(config, callbacks) as run, contextlib.ExitStack() as stack:
         config.require_reward()
+        for component in config.reward.named:  # a mistake in a file ends the run before a model is loaded
+            if component.function is not None:
+                load_function(component.function)
         actor_path, tokenizer = start_step(config, run, config.model.path)
-        config = choose_placement(config, run.world)
+        if is_automatic(config.placement):
+            if choose_placement is None:
+                raise UserError("placement auto needs the planner, this call has none: give choose_placement")
+            config = choose_placement(config, run.world)
         placement = place_roles(config, run, actor_path)
+        config = resolve_micro_batches(config, run, placement)
         plan = plan_step(config, run, placement)
         config = resolve_kv_cache(resolve_keep_weights(config, run.world), placement, run.world)
         log_placement(config, placement, run.world)
@@ -151,10 +92,10 @@ def rl_session(
         steps = total_steps(config, len(prompts.train))
         length = config.train.length_text(_steps_of_epochs(config, len(prompts.train)))
         if length and run.world.is_main:
-            logger.info(length)
+            note(length)
         few_updates = few_updates_text(config, len(prompts.train))
         if few_updates and run.world.is_main:
-            logger.warning(few_updates)
+            note(few_updates)
         environments = build_runner(
             config.environment,
             rollout=config.rollout,
@@ -170,6 +111,11 @@ def rl_session(
         stack.callback(roles.close)
         roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]))
         actor = roles.actor
+        require(
+            not (config.algorithm.reads_sampler and actor.rounds_otherwise),
+            f"algorithm.old_logprobs sampler needs the dtype of training, got rollout.dtype {config.rollout.dtype}: "
+            "leave one out",
+        )
         average, ptx_batches = _beside_training(config, actor, ptx, plan, tokenizer)
         sampler = RolloutSampler(
             roles.sampler,
@@ -259,12 +205,12 @@ def total_steps(config: RLConfig, prompts: int) -> int:
     Raises:
         UserError: when the data has too few prompts for one step.
     """
-    config.rollout.require_prompts(prompts * (config.train.epochs or 1))
+    config.rollout.require_prompts(int(prompts * (config.train.epochs or 1)))
     return config.train.total_steps(_steps_of_epochs(config, prompts))
 
 
 def _steps_of_epochs(config: RLConfig, prompts: int) -> int:
-    taken = prompts * (config.train.epochs or 1)
+    taken = int(prompts * (config.train.epochs or 1))
     size = config.rollout.prompts_per_step
     return -(-taken // size) if config.algorithm.dynamic_sampling is not None else taken // size
 
@@ -361,7 +307,7 @@ def _log_updates(config: RLConfig, *, completions: int) -> None:
         fewer,
     )
     if config.algorithm.clip_is_idle:
-        logger.warning(
+        note(
             "algorithm %s clips ratios, but one update per rollout leaves all ratios at 1, so its clip never acts: "
             "give algorithm.mini_batches or algorithm.epochs 2 or more%s",
             config.algorithm.name,

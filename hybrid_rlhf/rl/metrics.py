@@ -11,7 +11,7 @@ from hybrid_rlhf.functional.advantages import differs_in_group, group_size
 from hybrid_rlhf.functional.masking import masked_sum, masked_var, spread
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.rl.types import Batch, Rollout, SampledTokens
+from hybrid_rlhf.rl.types import Batch, Rollout, SampledTokens, TrainedTokens
 from hybrid_rlhf.runtime.observability.profiling import decode_roofline, model_flops_utilisation
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
 from hybrid_rlhf.runtime.world import World
@@ -24,7 +24,7 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
     rollout = batch.rollout
     mask = rollout.response_mask
     old_logprobs = rollout.old_logprobs
-    assert old_logprobs is not None and rollout.groups is not None
+    assert old_logprobs is not None
     # where the actor has not read the rollout, only rows that an update has read have log-probs of training
     is_read = rollout.learned
     if is_read is None or rollout.entropy is not None:
@@ -49,30 +49,39 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
     index = rollout.numbered(world)
     known = {name: column.float() for name, column in columns.items() if column is not None}
     whole = dict(zip(known, index.gather(torch.stack(list(known.values()), dim=1)).T.contiguous(), strict=True))
-    explained = _explained_variance(batch, world)
     tokens = index.responses.sum().clamp(min=1)
     is_read = whole["is_read"].bool()
     is_read |= not is_read.any()
-    return {
-        **({} if "kl" not in whole else {"objective/kl": float(whole["kl"].mean())}),
-        **({} if "teacher_kl" not in whole else {"teacher/kl": float(whole["teacher_kl"].sum() / tokens)}),
-        **({} if explained is None else {"val/explained_variance": explained}),
-        "objective/entropy": float(whole["entropy"].mean()),
+
+    def mean(name: str) -> Tensor | None:
+        return whole[name].mean() if name in whole else None
+
+    metrics = {
+        "objective/kl": mean("kl"),
+        "teacher/kl": whole["teacher_kl"].sum() / tokens if "teacher_kl" in whole else None,
+        "val/explained_variance": _explained_variance(batch, world),
+        "objective/entropy": mean("entropy"),
         **score_metrics(whole["scores"], whole["has_score"].bool(), whole["groups"], is_rewarded=rollout.is_rewarded),
-        **({} if "clipped" not in whole else {"objective/score_clipfrac": float(whole["clipped"].mean())}),
-        "objective/rlhf_reward": float(whole["reward"].mean()),
-        "completions/mean_length": float(index.responses.float().mean()),
-        "completions/clipped_ratio": float(whole["truncated"].mean()),
-        "rollout/logprob_abs_diff_mean": float(whole["difference"].sum() / index.responses[is_read].sum().clamp(min=1)),
-        "rollout/logprob_abs_diff_max": float(whole["largest"].max()),
+        "objective/score_clipfrac": mean("clipped"),
+        "objective/rlhf_reward": mean("reward"),
+        "completions/mean_length": index.responses.float().mean(),
+        "completions/clipped_ratio": mean("truncated"),
+        "rollout/logprob_abs_diff_mean": whole["difference"].sum() / index.responses[is_read].sum().clamp(min=1),
+        "rollout/logprob_abs_diff_max": whole["largest"].max(),
         **{
-            f"rollout/log_ratio_p{percent:02}": float(whole["log_ratio"][is_read].quantile(percent / 100))
+            f"rollout/log_ratio_p{percent:02}": whole["log_ratio"][is_read].quantile(percent / 100)
             for percent in _RATIO_PERCENTILES
         },
     }
+    return _known(metrics)
 
 
-def _explained_variance(batch: Batch, world: World) -> float | None:
+def _known(metrics: Mapping[str, Tensor | float | None]) -> dict[str, float]:
+    """The metrics that are not None, as numbers."""
+    return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+def _explained_variance(batch: Batch, world: World) -> Tensor | None:
     """1 - var(returns - values) / var(returns), 1 for a perfect critic, 0 for a constant one; None without it."""
     values = batch.rollout.old_values
     if values is None or batch.returns is None:
@@ -80,7 +89,7 @@ def _explained_variance(batch: Batch, world: World) -> float | None:
     mask = batch.rollout.response_mask
     variance = masked_var(batch.returns, mask=mask, total=world.total)
     unexplained = masked_var(batch.returns - values, mask=mask, total=world.total)
-    return float(1 - unexplained / variance.clamp(min=1e-8))
+    return 1 - unexplained / variance.clamp(min=1e-8)
 
 
 def episode_metrics(rollout: Rollout, world: World) -> dict[str, float]:
@@ -140,25 +149,23 @@ def evaluation_metrics(rollout: Rollout, world: World, *, prefix: str) -> dict[s
     index = rollout.numbered(world)
     has_score = index.gather(rollout.has_score)
     scores = index.gather(rollout.penalized_scores)[has_score | ~has_score.any()]
-    kl = None if rollout.kl is None else index.gather(rollout.kl)
-    teacher_kl = None if rollout.teacher_kl is None else index.gather(rollout.teacher_kl)
-    tokens = index.responses.sum().clamp(min=1)
-    stopped = index.gather(rollout.stopped)
-    return {
-        f"{prefix}/scores": float(scores.mean()),
-        f"{prefix}/scores_std": spread(scores),
-        **({} if kl is None else {f"{prefix}/kl": float(kl.mean())}),
-        **({} if teacher_kl is None else {f"{prefix}/teacher_kl": float(teacher_kl.sum() / tokens)}),
-        f"{prefix}/mean_length": float(index.responses.float().mean()),
-        f"{prefix}/clipped_ratio": float((~stopped).float().mean()),
-        **{f"{prefix}/{name}": value for name, value in rollout.metrics.items()},
+    kl, teacher_kl = (None if of is None else index.gather(of) for of in (rollout.kl, rollout.teacher_kl))
+    metrics = {
+        "scores": scores.mean(),
+        "scores_std": spread(scores),
+        "kl": None if kl is None else kl.mean(),
+        "teacher_kl": None if teacher_kl is None else teacher_kl.sum() / index.responses.sum().clamp(min=1),
+        "mean_length": index.responses.float().mean(),
+        "clipped_ratio": (~index.gather(rollout.stopped)).float().mean(),
+        **rollout.metrics,
     }
+    return {f"{prefix}/{name}": value for name, value in _known(metrics).items()}
 
 
 def speed_metrics(
     roles: Roles,
     sampled: SampledTokens,
-    trained_tokens: float,
+    trained: TrainedTokens,
     operations: float,
     seconds: Mapping[str, float],
     *,
@@ -170,10 +177,10 @@ def speed_metrics(
     Args:
         roles: the models.
         sampled: number of tokens of the completions.
-        trained_tokens: tokens of the mini-batches of all updates, as in UpdateReport.
-        operations: floating-point operations of the updates, as there.
+        trained: number of tokens of all updates.
+        operations: floating-point operations of the updates, as in UpdateReport.
         seconds: time of generation, training, other timed parts, and the whole step.
-        work: bytes read and steps made by decoding on the first rank that samples.
+        work: bytes, operations and steps of decoding on the first rank that samples.
         hidden: seconds of generation during the training of earlier steps.
     """
     generation = seconds.get("generation", 0.0) + hidden  # 0 if a checkpoint had the completions
@@ -184,9 +191,11 @@ def speed_metrics(
     if generation:
         metrics["perf/generation_tokens_per_second"] = sum(sampled.completions) / generation
     if generation and on_gpu:
-        metrics |= decode_roofline(read_bytes=work.bytes, seconds=generation, device=device)
-    metrics["perf/train_tokens_per_second"] = trained_tokens / seconds["training"]
-    metrics["perf/tokens_per_second"] = sampled.total / seconds["step"]
+        metrics |= decode_roofline(read_bytes=work.bytes, operations=work.operations, seconds=generation, device=device)
+    metrics["perf/train_tokens_per_second"] = trained.computed / seconds["training"]
+    metrics["perf/tokens_per_second"] = (sampled.total - trained.shared / trained.passes) / seconds["step"]
+    if trained.shared:
+        metrics["perf/shared_tokens_ratio"] = trained.shared / (trained.computed + trained.shared)
     if on_gpu:
         metrics |= model_flops_utilisation(
             operations=operations,

@@ -76,16 +76,9 @@ class RLParts:
             teacher_coef: weight of the teacher's part of the advantages.
         """
         scaling = ScoreScaling(algorithm.config.score_scaling)
-        planner = MiniBatchPlanner(replace(micro_batches, padded=not roles.packs), seed=sampler.seed, world=roles.world)
-        scorer = RolloutScorer(
-            roles,
-            algorithm=algorithm.config,
-            sampling=sampler.config,
-            planner=planner,
-            scaling=scaling,
-            tokenizer=sampler.tokenizer,
-            timers=sampler.timers,
-        )
+        size = replace(micro_batches, padded=not roles.packs, shares_prefixes=roles.shares_prefixes)
+        planner = MiniBatchPlanner(size, seed=sampler.seed, world=roles.world)
+        scorer = RolloutScorer(roles, sampler, algorithm=algorithm.config, planner=planner, scaling=scaling)
         updater = Updater(
             roles, algorithm, rollout=sampler.config, average=average, ptx_batches=ptx_batches, ptx_coef=ptx_coef
         )

@@ -13,14 +13,16 @@ Shapes: N rows over all ranks, n rows on this rank, T time.
 from __future__ import annotations
 
 import pickle  # between the ranks of a run, as torch's collectives of objects do  # nosec B403
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hybrid_rlhf.functional.transfers import moved
 from hybrid_rlhf.runtime.world import World
 
 RAGGED = "routes.experts"
@@ -31,34 +33,82 @@ _NUMBERS = "numbers"
 _LENGTHS = "lengths"
 _TOKENS = "tokens."
 """Prefix of the names of tensors with an entry for each token."""
+READ_BY_LOSSES = {
+    "response_mask",
+    "sampled_logprobs",
+    "drawn_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "old_values",
+    "groups",
+    "rewards",
+    "advantages",
+    "returns",
+    "selected",
+}
+"""Tensors of a micro-batch that losses find on their device; they find the others on the host."""
 T = TypeVar("T")
 
 
-class Rows(Protocol):
-    """Rows of a rollout, alone or with their advantages."""
+class Rows(ABC):
+    """Rows of a rollout, alone or with their advantages: tensors by name, each with an entry for each row."""
 
+    metrics: Mapping[str, float]
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
     @property
+    @abstractmethod
     def lengths(self) -> Tensor:
         """[n] int64, tokens of each row."""
 
-    def rows(self, indices: Sequence[int | None]) -> Self:
-        """Some of the rows; None is an empty row that does not count."""
-
-    def to(self, device: torch.device) -> Self:
-        """The rows on a device."""
-
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name."""
 
     @classmethod
+    @abstractmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metrics: Mapping[str, float]) -> Self:
-        """The rows that `tensors` gave."""
+        """The rows that `tensors` of others describes."""
+
+    def rows(self, indices: Sequence[int | None]) -> Self:
+        """Some rows, cut to the longest of them; None gives an empty row that does not count."""
+        index = torch.tensor([0 if i is None else i for i in indices], dtype=torch.long)
+        present = torch.tensor([i is not None for i in indices], dtype=torch.bool)
+        width = max(torch.where(present, self.lengths[index], 1).tolist(), default=1)
+        tensors = self.tensors()
+        picked = {}
+        for name, tensor in tensors.items():
+            if name.endswith(RAGGED):
+                parts = tensor.split(tensors[name.removesuffix(RAGGED) + RAGGED_LENGTHS].tolist())
+                picked[name] = torch.cat([tensor[:0], *(parts[i] for i in indices if i is not None)])
+                continue
+            of_rows = tensor[index]
+            if name.endswith(RAGGED_LENGTHS):
+                of_rows *= present
+            elif name in ("response_mask", "rollout.response_mask"):
+                of_rows &= present[:, None]
+            elif name in ("attention_mask", "rollout.attention_mask"):  # models read at least one token of each row
+                of_rows[:, 1:] &= present[:, None]
+            picked[name] = of_rows[:, :width] if of_rows.dim() == 2 else of_rows
+        return self.from_tensors(picked, self.metrics)
+
+    def for_loss(self, device: torch.device) -> Self:
+        """The rows with the tensors that losses read on a device; the others stay on the host."""
+        tensors = self.tensors()
+        read = {name: tensors[name] for name in tensors if name.removeprefix("rollout.") in READ_BY_LOSSES}
+        return self.from_tensors(tensors | moved(read, device), self.metrics)
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """The rows of several parts."""
+        """The rows of several parts, padded to the longest; without metrics."""
+        whole: dict[str, list[Tensor]] = {name: [] for part in parts for name in part.tensors()}
+        for part in parts:
+            absent = {name: torch.zeros(len(part), dtype=torch.long) for name in whole if name.endswith(RAGGED_LENGTHS)}
+            for name, tensor in (absent | part.tensors()).items():
+                whole[name].append(tensor)
+        return cls.from_tensors({name: _joined(tensors) for name, tensors in whole.items()}, {})
 
 
 R = TypeVar("R", bound=Rows)
@@ -74,6 +124,10 @@ class RowIndex:
     """[N] int64, real tokens of each row."""
     responses: Tensor
     """[N] int64, response tokens of each row."""
+    begins: Tensor
+    """[N] int64, tokens of each row before its first response token; 0 without one."""
+    prompts: Tensor
+    """[N] int64, place of each row's prompt in the step."""
     holders: list[int]
     """[N] rank of each row."""
     mine: list[int]
@@ -84,23 +138,25 @@ class RowIndex:
     """[N] int64, place of each row among the rows of all ranks, one rank after the other."""
 
     @classmethod
-    def of(cls, groups: Tensor, lengths: Tensor, responses: Tensor, world: World) -> Self:
+    def of(cls, groups: Tensor, lengths: Tensor, response_mask: Tensor, world: World) -> Self:
         """Number rows, of which each rank gives those that it holds. Every rank calls.
 
         Args:
             groups: [n] int64, place of each row's prompt in the step.
             lengths: [n] int64, tokens.
-            responses: [n] int64, response tokens.
+            response_mask: [n, T] bool, true on response tokens.
             world: the ranks.
         """
-        columns = torch.stack([groups, lengths, responses])
+        begins = response_mask.int().argmax(dim=1)
+        columns = torch.stack([groups, lengths, response_mask.sum(dim=1), begins])
         by_rank = [torch.from_numpy(of_rank) for of_rank in world.all_gather_objects(columns.numpy())]
         counts = [of_rank.shape[1] for of_rank in by_rank]
-        groups, lengths, responses = torch.cat(by_rank, dim=1)
-        order = groups.argsort(stable=True)
+        whole = torch.cat(by_rank, dim=1)
+        order = whole[0].argsort(stable=True)
+        groups, lengths, responses, begins = whole[:, order]
         ranks = torch.arange(world.size).repeat_interleave(torch.tensor(counts))
         mine = order.argsort()[ranks == world.rank].tolist()
-        return cls(world, lengths[order], responses[order], ranks[order].tolist(), mine, counts, order)
+        return cls(world, lengths, responses, begins, groups, ranks[order].tolist(), mine, counts, order)
 
     def __len__(self) -> int:
         return len(self.holders)
@@ -133,17 +189,17 @@ class RowIndex:
             micro_batches: numbers of the rows that this rank reads, in any parts; a row may be in several.
         """
         if self.world.size == 1:
-            return LocalRows(rows, self.mine, self.world.device)
+            return LocalRows(rows, self.mine)
         is_wanted = torch.zeros(len(self), dtype=torch.uint8)
         wanted = {row for numbers in micro_batches for row in numbers if row is not None}
         is_wanted[sorted(wanted) or [0]] = 1  # an empty row has the columns of another
         requests = self.world.all_gather(is_wanted.to(self.world.device)).cpu().bool()[:, self.mine]
-        tensors = rows.tensors()
-        lengths = rows.lengths.tolist()
-        parts = [_packed(tensors, lengths, requested.nonzero()[:, 0].tolist(), self.mine) for requested in requests]
+        numbers = torch.tensor(self.mine, dtype=torch.long)
+        parts = [_packed(rows.rows(wanted.nonzero()[:, 0].tolist()), numbers[wanted]) for wanted in requests]
         received = [part for part in _exchanged(parts, self.world) if part]
-        numbers = [number for part in received for number in part[_NUMBERS].tolist()]
-        return LocalRows(rows.from_tensors(_unpacked(received), {}), numbers, self.world.device)
+        mine = [number for part in received for number in part.pop(_NUMBERS).tolist()]
+        here = rows.joined([rows.from_tensors(_unpacked(part), {}) for part in received])
+        return LocalRows(here, mine)
 
     def collect(self, values: Mapping[str, Mapping[int, Tensor]], *, width: int) -> dict[str, Tensor]:
         """Return what ranks have computed for rows to those that hold the rows. Every rank calls, with the same names.
@@ -171,33 +227,35 @@ class RowIndex:
 
 
 class LocalRows(Generic[R]):
-    """Rows that this rank computes, on the host; micro-batches of them travel to the device."""
+    """Rows that this rank computes, on the host."""
 
-    def __init__(self, rows: R, numbers: Sequence[int], device: torch.device) -> None:
-        """Take rows, their numbers, and the device of the models."""
+    def __init__(self, rows: R, numbers: Sequence[int]) -> None:
+        """Take rows and their numbers."""
         self._rows: R = rows
         self._place_of = {number: place for place, number in enumerate(numbers)}
-        self._device = device
 
     def __call__(self, numbers: Sequence[int | None]) -> R:
-        """A micro-batch on the device, cut to its longest row; None is an empty row that does not count."""
-        return self.on_host(numbers).to(self._device)
-
-    def on_host(self, numbers: Sequence[int | None]) -> R:
-        """Some rows on the host."""
+        """Some rows, cut to the longest; None is an empty row that does not count."""
         return self._rows.rows([None if number is None else self._place_of[number] for number in numbers])
 
 
-def row_values(numbers: Sequence[int | None], values: Tensor, lengths: Tensor) -> dict[int, Tensor]:
-    """Values [n, t] of a micro-batch by row, on the host without padding; empty rows are left out.
+def row_values(micro_batches: Iterable[tuple[Sequence[int | None], Tensor]], lengths: Tensor) -> dict[int, Tensor]:
+    """Values of micro-batches by row, on the host without padding; empty rows are left out.
 
     Args:
-        numbers: numbers of the rows.
-        values: values on any device.
+        micro_batches: numbers of the rows, and values [n, t, ...], on any device, from which they come by one copy.
         lengths: [N] tokens of all rows.
     """
-    values = values.detach().float().cpu()
-    return {number: values[place, : int(lengths[number])] for place, number in enumerate(numbers) if number is not None}
+    parts = [(numbers, values.detach().float()) for numbers, values in micro_batches]
+    if not parts:
+        return {}
+    on_host = torch.cat([values.flatten() for _, values in parts]).cpu().split([values.numel() for _, values in parts])
+    return {
+        number: of_row[: int(lengths[number])]
+        for (numbers, values), flat in zip(parts, on_host, strict=True)
+        for number, of_row in zip(numbers, flat.view(values.shape), strict=True)
+        if number is not None
+    }
 
 
 def with_columns_of_all_ranks(rows: R, world: World, metrics: Mapping[str, float]) -> R:
@@ -240,45 +298,39 @@ def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
 
 
-def _packed(
-    tensors: Mapping[str, Tensor], lengths: Sequence[int], places: Sequence[int], numbers: Sequence[int]
-) -> dict[str, Tensor]:
-    """Some rows of tensors without padding, with their numbers; {} without rows.
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """A tensor of the rows of several parts."""
+    if tensors[0].dim() == 2:
+        width = max(tensor.shape[1] for tensor in tensors)
+        tensors = [pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
+    return torch.cat([*tensors])
 
-    Args:
-        tensors: tensors of all rows of this rank.
-        lengths: tokens of these rows.
-        places: the rows to pack.
-        numbers: numbers of all rows of this rank.
-    """
-    if not places:
+
+def _packed(rows: Rows, numbers: Tensor) -> dict[str, Tensor]:
+    """The tensors of rows without padding, with the numbers [n] of the rows; {} without rows."""
+    if not len(rows):
         return {}
-    chosen = torch.tensor(places)
-    packed = {_NUMBERS: torch.tensor(numbers)[chosen], _LENGTHS: torch.tensor(lengths)[chosen]}
-    for name, tensor in tensors.items():
-        if name.endswith(RAGGED):
-            parts = tensor.split(tensors[name.removesuffix(RAGGED) + RAGGED_LENGTHS].tolist())
-            packed[name] = torch.cat([parts[place] for place in places])
-        elif tensor.dim() == 2:
-            packed[_TOKENS + name] = torch.cat([tensor[place, : lengths[place]] for place in places])
-        else:
-            packed[name] = tensor[chosen]
+    is_token = _is_token(rows.lengths)
+    packed = {_NUMBERS: numbers, _LENGTHS: rows.lengths}
+    for name, tensor in rows.tensors().items():
+        packed |= {_TOKENS + name: tensor[is_token]} if tensor.dim() == 2 else {name: tensor}
     return packed
 
 
-def _unpacked(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors of the rows of several results of `_packed`, padded to the longest row."""
-    lengths = torch.cat([part[_LENGTHS] for part in parts]).tolist()
+def _unpacked(packed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of rows from the result of `_packed`, padded to the longest row."""
+    is_token = _is_token(packed.pop(_LENGTHS))
     tensors = {}
-    for name in parts[0].keys() - {_NUMBERS, _LENGTHS}:
-        flat = torch.cat([part[name] for part in parts])
+    for name, values in packed.items():
         if name.startswith(_TOKENS):
-            padded = torch.zeros(len(lengths), max(lengths), dtype=flat.dtype)
-            for row, values in zip(padded, flat.split(lengths), strict=True):
-                row[: len(values)] = values
-            flat = padded
-        tensors[name.removeprefix(_TOKENS)] = flat
+            values = torch.zeros(is_token.shape, dtype=values.dtype).masked_scatter(is_token, values)
+        tensors[name.removeprefix(_TOKENS)] = values
     return tensors
+
+
+def _is_token(lengths: Tensor) -> Tensor:
+    """[n, longest] bool, true on the tokens of right-padded rows."""
+    return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
 def _exchanged(parts: Sequence[Mapping[str, Tensor]], world: World) -> list[dict[str, Tensor]]:

@@ -17,7 +17,6 @@ from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
 from hybrid_rlhf.loop.trainer import Trainer
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics, speed_metrics
-from hybrid_rlhf.rl.mini_batches import MiniBatchPlan
 from hybrid_rlhf.rl.parts import RLSession
 from hybrid_rlhf.rl.rollouts.advantages import KLController, NothingToLearn
 from hybrid_rlhf.rl.rollouts.entropy import EntropyController
@@ -86,32 +85,35 @@ class RLTrainer(Trainer):
         self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
         self._samples = SampleLog(run.folder, enabled=run.world.is_main)
         self._tokens = TokenLog(run.folder, ranks=run.world.size, enabled=run.world.is_main)
+        self._stateful: dict[str, Any] = {
+            "prompts": self._stream.row_stream,
+            "kl": self._kl,
+            "scaling": parts.scaling,
+            "skipped": self._skipped,
+        } | ({} if self._entropy is None else {"entropy": self._entropy})
+        """Parts whose state a checkpoint has under these names."""
         self._interrupted: tuple[Batch, Progress] | None = None
         """A resumed step with updates that have not been made yet."""
 
     def step(self, step: int) -> dict[str, float]:
         """Take completions, score them and estimate advantages (`batch`), update, log."""
-        self._run.timers.take()  # writing a checkpoint may have waited for completions
+        self._run.timers.take()  # evaluations, and writing a checkpoint, may have taken time
         start = time.perf_counter()
         resumed, self._interrupted = self._interrupted, None
         try:
             batch, progress = resumed or (self.batch(step), None)
+            report = self._update(step, batch, progress)
         except NothingToLearn as error:
-            return self._learns_nothing(step, str(error), error.metrics)
+            if self._world.is_main:
+                logger.warning("step %d learns nothing: %s", step, error)
+            return error.metrics
         except NonFiniteError as error:
-            self._run.timers.take()
             return self._skipped.record(step, error.what)
-        plans = [self._parts.plan(batch.rollout, step=step, epoch=epoch) for epoch in range(self._epochs)]
-        if not plans[0].rows:
-            self._write_samples(step, batch)
-            metrics = {**rollout_metrics(batch, self._world), **batch.metrics}
-            return self._learns_nothing(step, _ALL_TRUNCATED, metrics)
-        entropy = None if self._entropy is None else self._entropy.measured(batch.rollout, self._world)
-        report = self._update(step, batch, plans, progress, entropy)
         metrics = {**rollout_metrics(report.batch, self._world), **batch.metrics, **report.metrics}
         metrics |= self._speed(report, None if resumed else start)
         self._require_own_samples(step, metrics)
-        metrics |= self._move_coefficients(step, metrics, entropy, completions=len(plans[0].index))
+        if self._trains_actor(step):
+            metrics |= self._move_coefficients(metrics, completions=len(report.batch.rollout.numbered(self._world)))
         if due(step, self._rl.reference.refresh_every):
             self._roles.refresh_reference()
         self._write_samples(step, report.batch, report.ratios)
@@ -123,43 +125,43 @@ class RLTrainer(Trainer):
 
     def _records(self, step: int) -> bool:
         """True if the samples of a step are written."""
-        return due(step - 1, self._rl.logging.samples_every)
+        every = self._rl.logging.samples_every
+        return due(step - 1, every) or (every > 0 and step == self.total_steps)
 
-    def _update(
-        self,
-        step: int,
-        batch: Batch,
-        plans: Sequence[MiniBatchPlan],
-        progress: Progress | None,
-        entropy: float | None,
-    ) -> UpdateReport:
-        """Update actor and critic, with checkpoints within the step; `entropy` is that of the rollout."""
+    def _update(self, step: int, batch: Batch, progress: Progress | None) -> UpdateReport:
+        """Update actor and critic, with checkpoints within the step.
+
+        Raises:
+            NothingToLearn: on every rank, when all completions are truncated; writes their samples.
+        """
+        plans = [self._parts.plan(batch.rollout, step=step, epoch=epoch) for epoch in range(self._epochs)]
+        if not plans[0].rows:
+            self._write_samples(step, batch)
+            raise NothingToLearn(_ALL_TRUNCATED, {**rollout_metrics(batch, self._world), **batch.metrics})
+        if self._entropy is not None:
+            self._entropy.measure(batch.rollout, self._world)
         with self._run.timers("training"):
             return self._updater.update(
                 batch,
                 plans,
                 kl_coef=self._kl.kl_coef,
-                entropy_coef=None if self._entropy is None or entropy is None else self._entropy.coef(entropy),
+                entropy_coef=None if self._entropy is None else self._entropy.coef,
                 train_actor=self._trains_actor(step),
                 progress=progress,
                 keeps_ratios=self._records(step) and self._rl.logging.tokens,
-                between=lambda progress: self._checkpoints.within_step(
+                between=lambda batch, progress: self._checkpoints.within_step(
                     partial(self._partial_state, step, batch, progress)
                 ),
             )
 
-    def _move_coefficients(
-        self, step: int, metrics: Mapping[str, float], entropy: float | None, *, completions: int
-    ) -> dict[str, float]:
-        """Move the coefficients of KL and entropy after a step that trained the actor; returns that of the entropy."""
-        if not self._trains_actor(step):
-            return {}
+    def _move_coefficients(self, metrics: Mapping[str, float], *, completions: int) -> dict[str, float]:
+        """Move the coefficients of KL and entropy after an update of the actor; returns that of the entropy."""
         if "objective/kl" in metrics:
             self._kl.update(metrics["objective/kl"], completions=completions)
-        if self._entropy is None or entropy is None:
+        if self._entropy is None:
             return {}
-        used = {"policy/entropy_coef": self._entropy.coef(entropy)}
-        self._entropy.update(entropy)
+        used = {"policy/entropy_coef": self._entropy.coef}
+        self._entropy.update()
         return used
 
     def _kept_faults(self, step: int, report: UpdateReport) -> list[str]:
@@ -178,7 +180,9 @@ class RLTrainer(Trainer):
             NonFiniteError: on every rank, when a score, log-prob or value is not finite.
         """
         rollout = self._collector.collect(step)
-        rollout = self._scorer.compute_logprobs(rollout, self._parts.plan(rollout, step=step))
+        plan = self._parts.plan(rollout, step=step)
+        # records have the entropy of all tokens
+        rollout = self._scorer.compute_logprobs(rollout, plan, defers=not self._records(step))
         self._require_finite(step, rollout)
         return self._parts.estimate(rollout, kl_coef=self._kl.kl_coef, step=step)
 
@@ -213,13 +217,6 @@ class RLTrainer(Trainer):
                 f"in the rollout of step {step}, while the weights agree: set rollout.backend to module, leave "
                 "rollout.vllm out, and report the model, or raise faults.max_logprob_diff"
             )
-
-    def _learns_nothing(self, step: int, reason: str, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of a step without an update."""
-        self._run.timers.take()
-        if self._world.is_main:
-            logger.warning("step %d learns nothing: %s", step, reason)
-        return metrics
 
     def _write_samples(self, step: int, batch: Batch, ratios: torch.Tensor | None = None) -> None:
         """Write the samples of a step and, if configured, their tokens, if they are due. Every rank calls."""
@@ -260,7 +257,6 @@ class RLTrainer(Trainer):
         if self._rl.actor.ema_decay:
             with self._updater.averaged(), self._roles.sampler.other_weights():
                 metrics |= evaluation_metrics(self._evaluated(prompts), self._world, prefix="eval_ema")
-        self._run.timers.take()
         return metrics
 
     def _evaluated(self, prompts: Sequence[Mapping[str, Any]]) -> Rollout:
@@ -275,28 +271,22 @@ class RLTrainer(Trainer):
         return self._interrupted is not None or self._stream.has_next
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """Context around the training loop: cancels pending rollouts at its end."""
+        """Context around the training loop: at its end, the completions that are in flight are abandoned."""
         return self._stream.running()
 
     def state(self, step: int) -> LoopState:
         """Return the state of the run after a step, for a checkpoint. Every rank calls."""
         self._samples.flush()
-        content: dict[str, Any] = {
-            "prompts": self._stream.row_stream.state_dict(),
-            "algorithm": {"name": self._rl.algorithm.name, **self._parts.algorithm.state_dict()},
-            "kl": self._kl.state_dict(),
-            "scaling": self._parts.scaling.state_dict(),
-            "skipped": self._skipped.state_dict(),
-            "ahead": self._stream.state_dict(),
-        }
-        if self._entropy is not None:
-            content["entropy"] = self._entropy.state_dict()
-        if (carried := self._stream.carried_state(self._world)) is not None:
+        content = {name: part.state_dict() for name, part in self._stateful.items()}
+        content["algorithm"] = {"name": self._rl.algorithm.name, **self._parts.algorithm.state_dict()}
+        content["ahead"] = self._stream.state_dict()
+        carried, tensors = self._stream.carried_state(self._world)
+        if carried is not None:
             content["carried"] = carried
         if self._rl.ptx is not None:  # only ranks with the actor have the position
             ptx_state = None if self._updater.ptx is None else self._updater.ptx.loader.state_dict()
             content["ptx"] = next(state for state in self._world.all_gather_objects(ptx_state) if state is not None)
-        return LoopState(step, content, tensors=self._stream.tensors())
+        return LoopState(step, content, tensors=tensors)
 
     def _partial_state(self, step: int, batch: Batch, progress: Progress) -> LoopState:
         state = self.state(step - 1)
@@ -339,14 +329,11 @@ class RLTrainer(Trainer):
             "the checkpoint holds completions that older weights sampled (rollout.max_lag), got "
             "algorithm.correction.method none: give truncate or mask",
         )
-        self._stream.row_stream.load_state_dict(content["prompts"])
+        for name, part in self._stateful.items():
+            if name in content:
+                part.load_state_dict(content[name])
         self._parts.algorithm.load_state_dict(content["algorithm"])
-        self._kl.load_state_dict(content["kl"])
-        if self._entropy is not None and "entropy" in content:
-            self._entropy.load_state_dict(content["entropy"])
-        self._parts.scaling.load_state_dict(content["scaling"])
-        self._skipped.load_state_dict(content["skipped"])
-        self._stream.load_state_dict(content.get("ahead", ()), state.shards, self._world, content.get("carried"))
+        self._stream.load_state_dict(content.get("ahead", ()), state.shards, content.get("carried"))
         if self._updater.ptx is not None and "ptx" in content:
             self._updater.ptx.loader.load_state_dict(content["ptx"])
         if state.update is not None:

@@ -1,8 +1,8 @@
 """The tensors of an RL step that a rank holds, in host memory: a `Rollout`, and the `Batch` to learn from.
 
-A rank holds all completions of some prompts (sharing.py); a micro-batch of them has the same type, and is on the device
-of the models. Recorded experts are stored separately from the other tensors, without padding and for the completions
-that have them: they take a byte per mixture and expert, 384 for a token of Qwen3-30B-A3B.
+A rank holds all completions of some prompts (sharing.py); a micro-batch of them has the same type. Models take it from
+the host, losses from their device. Recorded experts are stored separately from the other tensors, without padding and
+for the completions that have them: they take a byte per mixture and expert, 384 for a token of Qwen3-30B-A3B.
 
 Shapes: N completions of this rank, or of a micro-batch; T time, right-padded; E mixtures of experts, k experts per
 token. A tensor describes the token at its own position: logprobs[n, t] of token t, values[n, t] of the state in which
@@ -18,12 +18,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.generation.sampling import Completion
-from hybrid_rlhf.rl.sharing import RowIndex, with_prefix, without_prefix
+from hybrid_rlhf.rl.sharing import RowIndex, Rows, with_prefix, without_prefix
 from hybrid_rlhf.runtime.world import World
 
 ROUTER_AGREEMENT = "rollout/router_agreement"
@@ -47,48 +45,12 @@ class RolloutRoutes:
         lengths = [0 if routes is None else len(routes) for routes in recorded]
         return cls(torch.cat(known), torch.tensor(lengths))
 
-    def rows(self, indices: Sequence[int | None]) -> RolloutRoutes:
-        """Routes of some completions, in the order of `indices`; empty for None."""
-        ends = self.lengths.cumsum(0).tolist()
-        sizes = self.lengths.tolist()
-        parts = [self.experts[ends[i] - sizes[i] : ends[i]] for i in indices if i is not None]
-        lengths = [0 if i is None else sizes[i] for i in indices]
-        return RolloutRoutes(torch.cat([self.experts[:0], *parts]), torch.tensor(lengths))
-
-    @classmethod
-    def joined(cls, parts: Sequence[tuple[Self | None, int]]) -> Self | None:
-        """Routes of several rollouts, each with its number of completions; None if none has any."""
-        known = [routes.experts for routes, _ in parts if routes is not None]
-        if not known:
-            return None
-        lengths = [
-            torch.zeros(count, dtype=torch.long) if routes is None else routes.lengths for routes, count in parts
-        ]
-        return cls(torch.cat(known), torch.cat(lengths))
-
-    def padded(self, width: int, device: torch.device) -> Tensor:
-        """[N, width, E, k] on a device; -1 where nothing is recorded."""
+    def padded(self, width: int) -> Tensor:
+        """[N, width, E, k]; -1 where nothing is recorded."""
         known = torch.arange(width) < self.lengths[:, None]
         padded = torch.full((*known.shape, *self.experts.shape[1:]), -1, dtype=self.experts.dtype)
         padded[known] = self.experts
-        return padded.to(device)
-
-
-class RouterAgreement:
-    """Adds up, over forwards of a rollout, how many of its recorded choices the actor's routers used."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._counts = torch.zeros(2, dtype=torch.float64, device=device)
-
-    def add(self, actor: RoleModel) -> None:
-        """Count the agreement of the actor's last forward."""
-        if (counts := actor.router_agreement) is not None:
-            self._counts += counts
-
-    def metrics(self, world: World) -> dict[str, float]:
-        """The share over all ranks; {} if nothing was recorded. Every rank calls."""
-        used, recorded = world.all_reduce(self._counts).tolist()
-        return {ROUTER_AGREEMENT: used / recorded} if recorded else {}
+        return padded
 
 
 # Prefixes of the names of their tensors.
@@ -103,6 +65,17 @@ class SampledTokens(NamedTuple):
     """Response tokens of each completion; observations do not count."""
     total: int
     """Tokens of all prompts, completions and observations."""
+
+
+class TrainedTokens(NamedTuple):
+    """Number of tokens of all updates of a step."""
+
+    computed: float
+    """Real tokens, those that rows share once."""
+    shared: float
+    """Tokens that were not computed again, as rows share them."""
+    passes: float
+    """Passes over the step's completions."""
 
 
 @dataclass
@@ -169,7 +142,7 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Rollout(Rows):
     """Prompts with their completions, and what the reward and the models computed for them.
 
     The sampler fills the tokens; rollouts/scoring.py adds scores, then log-probs and values.
@@ -189,10 +162,10 @@ class Rollout:
     """[N] bool, true if the completion ended by itself."""
     weight_versions: Tensor
     """[N, T] int64, number of updates of the weights that sampled the token; 0 where nothing was sampled."""
+    groups: Tensor
+    """[N] int64, place of the prompt in the step; completions of one prompt form a group."""
     turn_rewards: Tensor | None = None
     """[N, T] float32, reward of an environment for each turn, at its last token; None without an environment."""
-    groups: Tensor | None = None
-    """[N] int64, place of the prompt in the step; completions of one prompt form a group."""
     samples: Tensor | None = None
     """[N] int64, index of the episode among those of its prompt, where an episode may have several sequences; None if
     each row is an episode."""
@@ -230,34 +203,41 @@ class Rollout:
     """The numbers of these rows among those of all ranks; None in a micro-batch, or if they are not numbered yet."""
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode], *, has_rewards: bool = False) -> Self:
-        """Episodes [N] as right-padded tensors; `has_rewards`: an environment gives rewards for turns."""
-        width = max((len(episode.prompt) + len(episode.token_ids) for episode in episodes), default=1)
+    def of(cls, episodes: Sequence[Episode], groups: Sequence[int], *, has_rewards: bool = False) -> Self:
+        """Episodes [N] as right-padded tensors.
+
+        Args:
+            episodes: samples of prompts.
+            groups: place of the prompt of each in the step.
+            has_rewards: true if an environment gives rewards for turns.
+        """
+        lengths = [len(episode.ids) for episode in episodes]
+        width = max(lengths, default=1)
         samples = [episode.sample for episode in episodes]
 
-        def tensor(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+        def tensor(name: str, dtype: torch.dtype) -> Tensor:
+            """[N, T] an attribute of each token after the prompt."""
             whole = torch.zeros(len(episodes), width, dtype=dtype)
-            for row, (episode, values) in enumerate(zip(episodes, rows, strict=True)):
-                start = len(episode.prompt)
-                whole[row, start : start + len(values)] = torch.tensor(values, dtype=dtype)
+            for row, episode in zip(whole, episodes, strict=True):
+                values = getattr(episode, name)
+                row[len(episode.prompt) :][: len(values)] = torch.tensor(values, dtype=dtype)
             return whole
 
-        ids = tensor([e.token_ids for e in episodes], torch.long)
-        attention = torch.zeros(len(episodes), width, dtype=torch.bool)
-        for row, episode in enumerate(episodes):
-            ids[row, : len(episode.prompt)] = torch.tensor(episode.prompt, dtype=torch.long)
-            attention[row, : len(episode.prompt) + len(episode.token_ids)] = True
+        ids = tensor("token_ids", torch.long)
+        for row, episode in zip(ids, episodes, strict=True):
+            row[: len(episode.prompt)] = torch.tensor(episode.prompt, dtype=torch.long)
         return cls(
             ids,
-            attention,
-            tensor([e.sampled for e in episodes], torch.bool),
-            tensor([e.logprobs for e in episodes], torch.float32),
-            tensor([e.drawn_logprobs for e in episodes], torch.float32),
-            torch.tensor([e.stopped for e in episodes], dtype=torch.bool),
-            tensor([e.weight_versions for e in episodes], torch.long),
-            tensor([e.turn_rewards for e in episodes], torch.float32) if has_rewards else None,
+            torch.arange(width) < torch.tensor(lengths, dtype=torch.long)[:, None],
+            tensor("sampled", torch.bool),
+            tensor("logprobs", torch.float32),
+            tensor("drawn_logprobs", torch.float32),
+            torch.tensor([episode.stopped for episode in episodes], dtype=torch.bool),
+            tensor("weight_versions", torch.long),
+            torch.tensor(groups, dtype=torch.long),
+            tensor("turn_rewards", torch.float32) if has_rewards else None,
             samples=None if None in samples or not samples else torch.tensor(samples),
-            routes=RolloutRoutes.of([e.routes for e in episodes]),
+            routes=RolloutRoutes.of([episode.routes for episode in episodes]),
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -276,9 +256,7 @@ class Rollout:
     @property
     def padded_routes(self) -> Tensor | None:
         """[N, T, mixtures, experts per token] recorded experts, -1 where none is recorded; None without records."""
-        if self.routes is None:
-            return None
-        return self.routes.padded(self.input_ids.shape[1], self.input_ids.device)
+        return None if self.routes is None else self.routes.padded(self.input_ids.shape[1])
 
     @property
     def learned_mask(self) -> Tensor:
@@ -321,7 +299,7 @@ class Rollout:
     def episodes(self) -> tuple[Tensor, Tensor]:
         """The first row of each episode [E] int64, and the episode of each row [N] int64; E episodes."""
         rows = torch.arange(len(self), device=self.input_ids.device)
-        if self.samples is None or self.groups is None:
+        if self.samples is None:
             return rows, rows
         keys, member = torch.stack([self.groups, self.samples]).unique(dim=1, return_inverse=True)
         first = torch.full((keys.shape[1],), len(self), device=rows.device)
@@ -337,20 +315,6 @@ class Rollout:
         columns = [updates.sum(dim=1), updates.amax(dim=1), (updates > 0).sum(dim=1), carried]
         return torch.stack([column.double() for column in columns], dim=1)
 
-    def rows(self, indices: Sequence[int | None]) -> Rollout:
-        """Some rows, cut to the longest of them; None gives an empty row that does not count."""
-        device = self.input_ids.device
-        index = torch.tensor([0 if i is None else i for i in indices], dtype=torch.long, device=device)
-        present = torch.tensor([i is not None for i in indices], dtype=torch.bool, device=device)
-        width = max(torch.where(present, self.lengths[index], 1).tolist(), default=1)
-        picked: dict[str, Any] = {name: _cut(tensor[index], width) for name, tensor in _tensors_of(self).items()}
-        picked["response_mask"] = picked["response_mask"] & present[:, None]
-        first = torch.arange(width, device=device) == 0
-        picked["attention_mask"] = picked["attention_mask"] & (present[:, None] | first)
-        routes = None if self.routes is None else self.routes.rows(indices)
-        components = {name: scores[index] for name, scores in self.components.items()}
-        return Rollout(**picked, routes=routes, components=components, metrics=self.metrics)
-
     def select(self, chosen: Tensor) -> Rollout:
         """The rows where chosen [N] is true, not numbered."""
         if bool(chosen.all()):
@@ -362,28 +326,12 @@ class Rollout:
         numbered or with rows that are not."""
         if self.index is not None:
             return self.index
-        assert self.groups is not None
-        return RowIndex.of(self.groups, self.lengths, self.response_mask.sum(dim=1), world)
+        return RowIndex.of(self.groups, self.lengths, self.response_mask, world)
 
     def total(self, of_rows: Tensor) -> Tensor:
         """A sum over these rows, summed over the ranks that hold rows. Every rank calls; rows that are not numbered are
         all rows."""
         return of_rows if self.index is None else self.index.world.total(of_rows)
-
-    def to(self, device: torch.device) -> Rollout:
-        """The rows on a device; recorded experts stay on the host until they are read."""
-        here: dict[str, Any] = {name: tensor.to(device) for name, tensor in _tensors_of(self).items()}
-        components = {name: scores.to(device) for name, scores in self.components.items()}
-        return Rollout(**here, routes=self.routes, components=components, metrics=self.metrics)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """Rows of several rollouts, padded to the longest; without metrics."""
-        width = max(part.input_ids.shape[1] for part in parts)
-        whole = _joined(parts, width)
-        routes = RolloutRoutes.joined([(part.routes, len(part)) for part in parts])
-        components = {name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components}
-        return cls(**whole, routes=routes, components=components, metrics={})
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metrics: Mapping[str, float] | None = None) -> Self:
@@ -397,7 +345,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Rows):
     """The training data of a step's updates: a rollout with its rewards and advantages."""
 
     rollout: Rollout
@@ -422,29 +370,9 @@ class Batch:
         """[N] int64, real tokens."""
         return self.rollout.lengths
 
-    def rows(self, indices: Sequence[int | None]) -> Batch:
-        """Some rows, with the semantics of `Rollout.rows`."""
-        rollout = self.rollout.rows(indices)
-        index = torch.tensor([0 if i is None else i for i in indices], dtype=torch.long, device=self.rewards.device)
-        width = rollout.input_ids.shape[1]
-        tensor_fields = {name: _cut(tensor[index], width) for name, tensor in _tensors_of(self).items()}
-        return Batch(rollout, **tensor_fields, metrics=self.metrics)
-
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, for a checkpoint."""
         return _tensors_of(self) | with_prefix("rollout.", self.rollout.tensors())
-
-    def to(self, device: torch.device) -> Batch:
-        """The rows on a device."""
-        here = {name: tensor.to(device) for name, tensor in _tensors_of(self).items()}
-        return Batch(self.rollout.to(device), **here, metrics=self.metrics)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """Rows of several batches, padded to the longest; without metrics."""
-        rollout = Rollout.joined([part.rollout for part in parts])
-        width = rollout.input_ids.shape[1]
-        return cls(rollout, **_joined(parts, width), metrics={})
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metrics: Mapping[str, float]) -> Self:
@@ -456,17 +384,3 @@ class Batch:
 def _tensors_of(owner: Rollout | Batch) -> dict[str, Tensor]:
     """The fields that are tensors, by name; all have N rows."""
     return {name: value for name, value in vars(owner).items() if isinstance(value, Tensor)}
-
-
-def _joined(parts: Sequence[Rollout] | Sequence[Batch], width: int) -> dict[str, Any]:
-    """The fields of several parts that are tensors, padded and joined, by name."""
-    names = _tensors_of(parts[0])
-    return {name: torch.cat([_padded(getattr(part, name), width) for part in parts]) for name in names}
-
-
-def _padded(tensor: Tensor, width: int) -> Tensor:
-    return pad(tensor, (0, width - tensor.shape[1])) if tensor.dim() == 2 else tensor
-
-
-def _cut(tensor: Tensor, width: int) -> Tensor:
-    return tensor[:, :width] if tensor.dim() == 2 else tensor

@@ -1,4 +1,4 @@
-"""Calls in background threads, their CUDA stream, and the delay before a failed call is retried.
+"""Calls in background threads, and the delay before a failed call is retried.
 
 An executor is not suitable: its threads keep the process alive, and user code may hang.
 """
@@ -9,7 +9,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
@@ -42,16 +42,13 @@ class BackgroundCall(Generic[T]):
             CallTimeout: if the call has not ended by then. It keeps running: Python cannot stop a thread.
             BaseException: the exception that the call raised.
         """
-        self._thread.join(None if timeout_seconds is None else self.seconds_left(timeout_seconds))
+        left = None if timeout_seconds is None else max(0.0, self._start + timeout_seconds - time.monotonic())
+        self._thread.join(left)
         if self._thread.is_alive():
             raise CallTimeout
         if self._error is not None:
             raise self._error
         return self._value
-
-    def seconds_left(self, timeout_seconds: float) -> float:
-        """Seconds until a time limit since the start of the call; 0 after it."""
-        return max(0.0, self._start + timeout_seconds - time.monotonic())
 
     def has_ended(self, within_seconds: float | None = 0.0) -> bool:
         """Return True if the call has ended, after waiting at most this long; None waits for its end."""
@@ -65,35 +62,6 @@ class BackgroundCall(Generic[T]):
             self._value = self._call()
         except BaseException as error:  # noqa: BLE001 - raised again by result
             self._error = error
-
-
-class SideStream:
-    """A CUDA stream for the work of a thread besides the main one; no effect on a CPU.
-
-    An owner uses one stream for all calls, because freed memory is reused only in the stream that allocated it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-
-    def position(self) -> torch.cuda.Event | None:
-        """An event after the work that is queued now; None on a CPU."""
-        return torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
-
-    @contextlib.contextmanager
-    def after(self, position: torch.cuda.Event | None) -> Iterator[None]:
-        """Queue the work of the block in the stream, after a position, and wait for it at the end."""
-        if position is None:
-            yield
-            return
-        stream = self._stream = self._stream or torch.cuda.Stream()
-        stream.wait_event(position)
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            stream.synchronize()
 
 
 class BackgroundQueue(Generic[T]):

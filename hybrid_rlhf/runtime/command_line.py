@@ -26,6 +26,7 @@ from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.disk import disk_fault
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE
 from hybrid_rlhf.runtime.files.reading import read_text
+from hybrid_rlhf.runtime.observability.logs import log_to_stderr
 from hybrid_rlhf.runtime.openmp import wait_asleep
 from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 
@@ -132,10 +133,7 @@ def user_errors(*, is_rank: bool = False) -> Iterator[None]:
         _stop(str(disk_fault(error)), file, every_rank=True)
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            if wants_json():
-                print_document({"error": "stopped"})
-            else:
-                print("stopped", file=sys.stderr, flush=True)
+            _print_error("stopped", "stopped")
         sys.exit(INTERRUPTED_EXIT_CODE)
 
 
@@ -146,11 +144,16 @@ def _stop(message: str, file: str | None, *, every_rank: bool) -> NoReturn:
         if file is not None:
             with contextlib.suppress(OSError), Path(file).open("x", encoding="utf-8") as place:  # the first rank's
                 place.write(line)
-        if wants_json():
-            print_document({"error": line})
-        else:
-            print(f"error: {line}", file=sys.stderr, flush=True)
+        _print_error(line, f"error: {line}")
     sys.exit(USER_ERROR_CODE)
+
+
+def _print_error(error: str, text: str) -> None:
+    """Print an error on stderr as text, or with --json as a document on stdout."""
+    if wants_json():
+        print_document({"error": error})
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _rank_prefix() -> str:
@@ -161,9 +164,9 @@ def _rank_prefix() -> str:
     return "" if ranks == "1" else f"rank {os.environ.get('RANK')}{host}: "
 
 
-def read_file(file: str, option: str = "--config") -> dict[str, Any]:
-    """The content of the YAML file that an option names; raise UserError if it is missing or not YAML."""
-    return parse_yaml(read_text(file, f"{option} must name a file"), file)
+def read_file(file: str) -> dict[str, Any]:
+    """The content of the YAML file that --config names; raise UserError if it is missing or not YAML."""
+    return parse_yaml(read_text(file, "--config must name a file"), file)
 
 
 def command(
@@ -182,7 +185,7 @@ def command(
 
     def decorate(run: Callable[[ConfigT], None]) -> Callable[..., None]:
         def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-            with user_errors(is_rank=is_rank):
+            with user_errors(is_rank=is_rank), contextlib.nullcontext() if is_rank else log_to_stderr():
                 run(parse_config(config_type, argv, prog=prog, positional=positional))
 
         return main

@@ -14,16 +14,19 @@ _LIBRARIES = ("hybrid_rlhf", "torch", "deepspeed", "transformers", "peft", "data
 _GIT_SECONDS = 5.0
 
 
+def installed_version(name: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of Python and the installed libraries."""
-    version_of = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            version_of[name] = version(name)
-        except PackageNotFoundError:  # an optional library, or a checkout that is not installed
-            continue
-    return version_of
+    """Versions of Python and the installed libraries; a checkout need not be installed."""
+    installed = {name: text for name in _LIBRARIES if (text := installed_version(name)) is not None}
+    return {"python": platform.python_version(), **installed}
 
 
 def device_name(device: torch.device) -> str:

@@ -14,7 +14,7 @@ import shutil
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
+from hybrid_rlhf.runtime.environment import installed_version
 from hybrid_rlhf.runtime.world import World, default_device, solo_world
 
 PACKAGE = "hybrid_rlhf"
@@ -119,18 +120,10 @@ def required_packages(requirements: Sequence[str]) -> list[PackageState]:
         name = extra[1] if extra else None
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": name or ""}):
             continue
-        installed = _version(requirement.name)
+        installed = installed_version(requirement.name)
         fits = installed is None or requirement.specifier.contains(installed, prereleases=True)
         states.append(PackageState(requirement.name, str(requirement.specifier), installed, name, fits))
     return states
-
-
-def _version(name: str) -> str | None:
-    try:
-        package: Distribution = distribution(name)
-    except PackageNotFoundError:
-        return None
-    return package.version
 
 
 def cuda_versions() -> dict[str, str]:

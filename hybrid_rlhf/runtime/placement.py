@@ -5,6 +5,7 @@ configs/sections/placement.py has the settings of the user; this module fills in
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -123,20 +124,27 @@ class Placement:
         groups += [group for role in self.roles.values() if role.tensor_parallel > 1 for group in role.groups]
         return sorted(set(groups))
 
+    @property
+    def ranks_by_roles(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """The ranks that hold the same roles, by these roles."""
+        roles: dict[int, tuple[str, ...]] = defaultdict(tuple)
+        for name, role in self.roles.items():
+            for rank in role.ranks:
+                roles[rank] += (name,)
+        ranks: dict[tuple[str, ...], tuple[int, ...]] = defaultdict(tuple)
+        for rank in sorted(roles):
+            ranks[roles[rank]] += (rank,)
+        return ranks
+
     def table(self) -> list[str]:
         """Lines that show each role's ranks and parallelism, and what each rank computes in each phase."""
         rows = [("role", "ranks", "parallelism")]
         rows += [(role_label(name), in_words(role.ranks), role.parallelism) for name, role in self.roles.items()]
-        ranks_by_roles: dict[tuple[str, ...], list[int]] = {}
-        for rank in sorted({rank for role in self.roles.values() for rank in role.ranks}):
-            ranks_by_roles.setdefault(
-                tuple(name for name, role in self.roles.items() if rank in role.ranks), []
-            ).append(rank)
         sampler = "sampler" if self.separate_sampler else "actor"
         trained = ("actor", "critic")
         valued = ("actor", CRITIC_COPY if CRITIC_COPY in self.roles else "critic")
         phases = [("ranks", "sampling", "scoring", "log-probs and values", "updates")]
-        for names, ranks in ranks_by_roles.items():
+        for names, ranks in self.ranks_by_roles.items():
             mine = (
                 [name for name in names if name == sampler],
                 [name for name in names if name not in (*trained, CRITIC_COPY, "sampler")],

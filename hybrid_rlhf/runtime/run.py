@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from hybrid_rlhf.runtime.observability.alerts import Alerts, Ending
 from hybrid_rlhf.runtime.observability.display import StepDisplay
 from hybrid_rlhf.runtime.observability.formatting import format_value
 from hybrid_rlhf.runtime.observability.logs import close_log_file, log_to_file, logger, setup_logging
-from hybrid_rlhf.runtime.observability.metrics import METRICS_FILE, SINKS, MetricsWriter, read_metrics
+from hybrid_rlhf.runtime.observability.metrics import METRICS_FILE, SINKS, MetricsWriter
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.sinks.sink import IDS_FILE, EndState, TrackedRun, require_installed
 from hybrid_rlhf.runtime.observability.timers import Timers
@@ -88,6 +88,8 @@ class Run:
     """Called with each step and its metrics."""
     placed: tuple[StepConfig, Placement] | None = None
     """In RL, the config completed by the planner, and the current placement of the roles."""
+    micro_batch_tokens: int | None = None
+    """Size of the micro-batches, if the settings name none."""
     peaks: Sequence[Mapping[str, float]] = ()
     """Peak memory in GiB of each rank by timed phase, as last gathered."""
     initial_resume: str = "never"
@@ -121,14 +123,11 @@ class Run:
         self.in_loop = True
         self.watchdog.begin_step((resumed_step or 0) + 1)
         if self.world.is_main:
-            last = -1 if resumed_step is None else resumed_step
-            done = [line for line in read_metrics(self.folder) if line["step"] <= last]
             self._metrics = MetricsWriter(
                 self.folder,
                 sinks=self.config.logging.sinks,
                 tracked=self._tracked(),
-                resumed_step=last,
-                start_seconds=done[-1]["time_seconds"] if done else 0.0,
+                resumed_step=-1 if resumed_step is None else resumed_step,
             )
 
     def _tracked(self) -> TrackedRun:
@@ -236,7 +235,7 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
                 raise UserError(failure)
             _require_shared(folder, world)
             # every rank has them: an error that rank 0 does not see, such as too little memory, also leaves no settings
-            before = world.broadcast_object(_contents(folder, _START_FILES) if world.is_main else {})
+            before = world.broadcast_object(_contents(folder) if world.is_main else {})
             setup_logging(world, file=folder / LOG_FILE)
             _log_device(world)
             initial_resume = _initial_resume(folder, config.resume)
@@ -419,7 +418,7 @@ def _checkpoint(folder: Path, resume: str, initial_resume: str, world: World) ->
                 f"started, is not complete ({fault}): restore it, or set another output_dir"
             )
     if world.is_main:
-        if checkpoint is None and (folder / METRICS_FILE).exists():
+        if checkpoint is None and (resume == "auto" or (folder / METRICS_FILE).exists()):
             logger.info("%s has no complete checkpoint: the run starts from the beginning", folder)
         rename_superseded(folder, checkpoint)
     return checkpoint
@@ -432,11 +431,11 @@ def _warm_start(initial_resume: str, checkpoint: Path | None) -> Path | None:
     return Path(initial_resume) if _is_model(initial_resume) else None
 
 
-def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes | None]:
-    """Contents of files in a folder, by name; None for a file that does not exist. Existing ones that grow are left
-    out."""
+def _contents(folder: Path) -> dict[str, bytes | None]:
+    """Contents of the files that a start may write, by name; None for a file that does not exist. Existing ones that
+    grow are left out."""
     contents: dict[str, bytes | None] = {}
-    for name in names:
+    for name in _START_FILES:
         file = folder / name
         if not file.exists():
             contents[name] = None

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.host_memory import keep_freed_memory
@@ -97,14 +98,12 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._require_outside()
-        if self.size > 1:
+        if not self._is_single():
             dist.barrier(group=self.group)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce a tensor over the ranks in place, and return it."""
-        self._require_outside()
-        if self.size > 1:
+        if not self._is_single():
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
@@ -114,15 +113,13 @@ class World:
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Overwrite a tensor by that of one of the ranks, and return it."""
-        self._require_outside()
-        if self.size > 1:
+        if not self._is_single():
             dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, which have the same shape, stacked by rank: [ranks, ...]."""
-        self._require_outside()
-        if self.size == 1:
+        if self._is_single():
             return tensor[None]
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
@@ -130,8 +127,7 @@ class World:
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Send part r of a tensor [ranks, ...] to rank r; returns the parts received, [ranks, ...] by sender."""
-        self._require_outside()
-        if self.size == 1:
+        if self._is_single():
             return tensor
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
@@ -143,8 +139,7 @@ class World:
         They pass through the device in slices: it holds at most `_SLICE_BYTES` of those sent and as many of those
         received.
         """
-        self._require_outside()
-        if self.size == 1:
+        if self._is_single():
             return list(parts)
         lengths = torch.tensor([len(part) for part in parts], device=self.device)
         sizes = self.all_gather(lengths).tolist()
@@ -162,8 +157,7 @@ class World:
     def exchange_rows(self, rows: torch.Tensor, *, sent: list[int], received: list[int]) -> torch.Tensor:
         """Send the first sent[0] of some rows [N, ...] to rank 0, the next sent[1] to rank 1, and so on; returns the
         rows received, by sender: received[r] from rank r."""
-        self._require_outside()
-        if self.size == 1:
+        if self._is_single():
             return rows
         result = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
@@ -171,8 +165,7 @@ class World:
 
     def all_gather_objects(self, item: T) -> list[T]:
         """The picklable items of all ranks, by rank; for small data such as counts, file names and completions."""
-        self._require_outside()
-        if self.size == 1:
+        if self._is_single():
             return [item]
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, item, group=self.group)
@@ -184,8 +177,7 @@ class World:
 
     def broadcast_object(self, item: T, *, source: int = 0) -> T:
         """The picklable item of one rank, by default the first."""
-        self._require_outside()
-        if self.size == 1:
+        if self._is_single():
             return item
         box = [item]
         dist.broadcast_object_list(box, group=self.group, group_src=source)
@@ -247,8 +239,8 @@ class World:
             distributed_c10d._update_default_pg(whole)
             _inside.world = outer
 
-    def _require_outside(self) -> None:
-        """Raise RuntimeError if a collective of these ranks could wait forever."""
+    def _is_single(self) -> bool:
+        """True for a single rank, whose collectives do nothing; RuntimeError if a collective could wait forever."""
         if not self.is_member:
             raise RuntimeError(f"a collective of ranks {list(self.members)} runs on a rank that is none of them")
         inside: World | None = getattr(_inside, "world", None)
@@ -256,6 +248,7 @@ class World:
             raise RuntimeError(
                 f"a collective of ranks {list(self.members)} runs inside a model on ranks {list(inside.members)}"
             )
+        return self.size == 1
 
 
 _inside = threading.local()
@@ -324,7 +317,7 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
         UserError: when the host has more ranks than GPUs.
     """
     if not _has_launcher():
-        port = str(_free_port())
+        port = str(get_free_port())
         os.environ.update(_SOLO_ENVIRONMENT, MASTER_PORT=port, HYBRID_RLHF_SOLO=f"{os.getpid()}:{port}")
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
@@ -473,9 +466,3 @@ def _has_launcher() -> bool:
     owner, _, port = os.environ.get("HYBRID_RLHF_SOLO", "").partition(":")
     inherited = owner not in ("", str(os.getpid())) and port == os.environ.get("MASTER_PORT")
     return "RANK" in os.environ and not inherited
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -122,7 +122,7 @@ class KeyAdmission(Admission):
     open_paths = _OPEN_PATHS
 
     def __init__(self, app: ASGIApp, /, *, api_key: str | None, **settings: Any) -> None:
-        """Take the key, and what Admission takes; none: requests need none."""
+        """Set the key (None: requests need no key), and the settings of Admission."""
         super().__init__(app, **settings)
         self._api_key = api_key
 

@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from hybrid_rlhf.data.chat.template import ChatTemplate, is_plain
 from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
 from hybrid_rlhf.serving.service import BatchEnded, Job, TokenStream
-from hybrid_rlhf.serving.text_stream import ReasoningSplit, ReplyPiece, ReplyStream, TextStream
+from hybrid_rlhf.serving.text_stream import ReasoningSplit, ReplyStream, TextStream
 from hybrid_rlhf.serving.token_text import TokenText
 from hybrid_rlhf.serving.web import json_text
 
@@ -30,12 +30,12 @@ _ABORTED = "abort"
 """Finish reason of a completion that ends because the server stops (vLLM's name)."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class AnswerPart:
     """A part of a completion, or all of it."""
 
     text: str = ""
-    tokens: list[StreamedToken] = field(default_factory=list)
+    tokens: Sequence[StreamedToken] = ()
     calls: Sequence[ToolCall] = ()
     reasoning: str = ""
     is_aborted: bool = False
@@ -65,21 +65,22 @@ class Answer:
         self._job = job
         self._tokenizer = tokenizer
         self._token_text = token_text
-        self._most_calls = 1 if isinstance(body, ChatBody) and body.parallel_tool_calls is False else None
-        self._is_chat = isinstance(body, ChatBody)
+        chat = body if isinstance(body, ChatBody) else None
+        self._most_calls = 1 if chat is not None and chat.parallel_tool_calls is False else None
+        self._is_chat = chat is not None
         # Like completion_text in data/chat/conversation.py: without a template, a space follows the role's name.
         drops_space = self._is_chat and is_plain(tokenizer)
 
-        names = function_names(body.used_tools) if isinstance(body, ChatBody) else frozenset[str]()
-        requires_call = isinstance(body, ChatBody) and bool(body.required_tools)
+        names = function_names(None if chat is None else chat.used_tools)
+        requires_call = chat is not None and bool(chat.required_tools)
         template = chat_template(body, tokenizer)
         marks = None if template is None else template.thinking_marks
         header = "" if template is None or template.channels is None else template.channels.answer
-        self._shown_text = text_decoder(tokenizer, body.used_tools) if isinstance(body, ChatBody) else None
+        self._shown_text = None if chat is None else text_decoder(tokenizer, chat.used_tools)
         """Text without special tokens, but with marks of reasoning; None: without any."""
         is_open = False  # the prompt does not end within the reasoning
         if marks is not None:
-            tail = job.prompts[0][0 if isinstance(body, ChatBody) and body.continue_final_message else -_MARK_TOKENS :]
+            tail = job.prompts[0][0 if chat is not None and chat.continue_final_message else -_MARK_TOKENS :]
             opened, closed = map(str(tokenizer.decode(tail)).rfind, marks)
             is_open = opened > closed
 
@@ -89,12 +90,10 @@ class Answer:
             return ReplyStream(text, names, split, requires_call=requires_call)
 
         self._streams = [stream() for _ in range(len(job.prompts) * job.sampling.n)]
-        self._unfinished = dict.fromkeys(range(len(self._streams)))
-        """Indices of the unfinished completions, in order."""
         self._offsets = [0] * len(self._streams)
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._streams]
         """Decoders of the tokens' bytes, for the positions of tokens in the text."""
-        self.completion_tokens = 0
+        self._completion_tokens = 0
         """Number of tokens of all choices so far."""
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -108,19 +107,18 @@ class Answer:
         Text is decoded at the end: decoding between two steps would delay the batch, as Python runs one thread at a
         time.
         """
-        pieces = [AnswerPart() for _ in self._streams]
+        sampled: list[list[StreamedToken]] = [[] for _ in self._streams]
         if stream is not None:
-            async for tokens in stream.steps():
-                for token in tokens:
-                    pieces[self._index(token)].tokens.append(token)
-        for piece in pieces:
-            before = self._add(piece.tokens[:-1])
-            rest = self._add(piece.tokens[-1:])
-            piece.text = before.text + rest.text
-            piece.reasoning = before.reasoning + rest.reasoning
-            piece.calls = rest.calls
-        choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
-        answer = self._object("chat.completion", choices=choices, usage=self._usage())
+            async for step in stream.steps():
+                for token in step:
+                    sampled[self._index(token)].append(token)
+        choices = []
+        for index, tokens in enumerate(sampled):
+            before = self._add(tokens[:-1])
+            rest = self._add(tokens[-1:])
+            part = AnswerPart(before.text + rest.text, tokens, rest.calls, before.reasoning + rest.reasoning)
+            choices.append(self._choice(index, part))
+        answer = self._object("chat.completion", choices=choices, usage=self.usage())
         if self._is_chat and self._body.return_token_ids:
             answer["prompt_token_ids"] = self._job.prompts[0]
         return answer
@@ -141,7 +139,7 @@ class Answer:
             if part.text or part.reasoning or part.finish_reason or wants_tokens:
                 yield event(chunk(choices=[self._choice(index, part, streamed=True)], **usage))
         if usage:
-            yield event(chunk(choices=[], usage=self._usage()))
+            yield event(chunk(choices=[], usage=self.usage()))
         yield "data: [DONE]\n\n"
 
     def _object(self, kind: str, **content: Any) -> dict[str, Any]:
@@ -151,16 +149,16 @@ class Answer:
 
     async def parts(self, stream: TokenStream) -> AsyncIterator[tuple[int, AnswerPart]]:
         """Yield the parts of all choices, by index, one for each token; when the server stops, the rest of each."""
+        unfinished = dict.fromkeys(range(len(self._streams)))
         try:
             async for tokens in stream.steps():
                 for token in tokens:
                     index = self._index(token)
-                    added = self._add([token])
-                    yield index, AnswerPart(added.text, [token], added.calls, added.reasoning)
+                    yield index, self._add([token])
                     if token.finish_reason is not None:
-                        del self._unfinished[index]
+                        del unfinished[index]
         except BatchEnded:
-            for index in self._unfinished:
+            for index in unfinished:
                 rest = self._streams[index].add([], "length")
                 yield index, AnswerPart(rest.text, reasoning=rest.reasoning, is_aborted=True)
 
@@ -168,14 +166,14 @@ class Answer:
         """Index of the token's choice."""
         return token.prompt * self._job.sampling.n + token.sample
 
-    def _add(self, tokens: Sequence[StreamedToken]) -> ReplyPiece:
-        """What tokens of one choice complete."""
+    def _add(self, tokens: Sequence[StreamedToken]) -> AnswerPart:
+        """The part of one choice that tokens complete."""
         if not tokens:
-            return ReplyPiece()
-        self.completion_tokens += len(tokens)
+            return AnswerPart()
+        self._completion_tokens += len(tokens)
         ids = [token.token_id for token in tokens]
         piece = self._streams[self._index(tokens[0])].add(ids, tokens[-1].finish_reason)
-        return piece._replace(calls=piece.calls[: self._most_calls])
+        return AnswerPart(piece.text, tokens, piece.calls[: self._most_calls], piece.reasoning)
 
     def _choice(self, index: int, piece: AnswerPart, *, streamed: bool = False) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason, "logprobs": None}
@@ -184,19 +182,17 @@ class Answer:
             choice["text"] = self._prompt_text(prompt) + piece.text if self._body.echoes else piece.text
             if not self._body.generates:
                 choice["finish_reason"] = "length"
-        elif streamed:
-            choice["delta"] = {"content": piece.text} if piece.text else {}
-            if piece.reasoning:
-                choice["delta"]["reasoning_content"] = piece.reasoning
-            if piece.calls:
-                choice["delta"]["tool_calls"] = _shown_calls(piece.calls, indexed=True)
         else:
-            content = piece.text if piece.text or not piece.calls else None
-            choice["message"] = {"role": "assistant", "content": content, "refusal": None}
+            if streamed:
+                said: dict[str, Any] = {"content": piece.text} if piece.text else {}
+            else:
+                content = piece.text if piece.text or not piece.calls else None
+                said = {"role": "assistant", "content": content, "refusal": None}
             if piece.reasoning:
-                choice["message"]["reasoning_content"] = piece.reasoning
+                said["reasoning_content"] = piece.reasoning
             if piece.calls:
-                choice["message"]["tool_calls"] = _shown_calls(piece.calls)
+                said["tool_calls"] = _shown_calls(piece.calls, indexed=streamed)
+            choice["delta" if streamed else "message"] = said
         if self._body.alternatives is not None:
             tokens = [*(self.echoed[prompt] if self.echoed else ()), *piece.tokens]
             choice["logprobs"] = self._chat_logprobs(piece) if self._is_chat else self._text_logprobs(index, tokens)
@@ -254,17 +250,18 @@ class Answer:
         first token of a prompt."""
         if math.isnan(token.logprob):
             return None
-        logprobs = {self._token_text.label(token.token_id): token.logprob}
-        for candidate, value in token.top:
-            if candidate != token.token_id:
-                label = self._token_text.label(candidate)
-                logprobs[f"token_id:{candidate}" if label in logprobs else label] = value
+        own = {token.token_id: token.logprob}
+        logprobs = dict[str, float]()
+        for candidate, value in (own | dict(token.top) | own).items():
+            label = self._token_text.label(candidate)
+            logprobs[f"token_id:{candidate}" if label in logprobs else label] = value
         return logprobs
 
-    def _usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens so far."""
         prompt = sum(map(len, self._job.prompts))
-        total = prompt + self.completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": self.completion_tokens, "total_tokens": total}
+        total = prompt + self._completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": self._completion_tokens, "total_tokens": total}
 
     def _decode(self, ids: list[int]) -> str:
         if self._shown_text is not None and self._body.skip_special_tokens:
@@ -279,15 +276,10 @@ def chat_template(body: GenerationBody, tokenizer: PreTrainedTokenizerBase) -> C
 
 def _with_sampled(token: StreamedToken) -> Sequence[tuple[int, float]]:
     """The likely tokens of a position, with the sampled one, whose log-prob is its own: kernels round differently."""
-    if not token.top:
-        return token.top
-    own = (token.token_id, token.logprob)
-    if any(candidate == token.token_id for candidate, _ in token.top):
-        return [own if likely[0] == token.token_id else likely for likely in token.top]
-    return [*token.top, own]
+    return [*(dict(token.top) | {token.token_id: token.logprob}).items()] if token.top else []
 
 
-def _shown_calls(calls: Sequence[ToolCall], *, indexed: bool = False) -> list[dict[str, Any]]:
+def _shown_calls(calls: Sequence[ToolCall], *, indexed: bool) -> list[dict[str, Any]]:
     return [
         {
             **({"index": place} if indexed else {}),

@@ -57,6 +57,18 @@ _STATUSES: dict[type[Exception], int] = {
     RequestFailed: 500,
 }
 """HTTP statuses of the errors of a request."""
+_UNSUPPORTED = (
+    "assistants",
+    "audio",
+    "batches",
+    "embeddings",
+    "files",
+    "fine_tuning",
+    "images",
+    "moderations",
+    "threads",
+)
+"""Parts of OpenAI's API that no server of this project has."""
 _MOST_BODY_BYTES = 32 * 2**20
 
 
@@ -101,7 +113,8 @@ def build_app(
     def asked(request: Request) -> Service:
         return service if episodes is None else episodes(request.path_params["episode"])
 
-    app.include_router(_api(asked, created, scores), prefix="/v1" if episodes is None else "/episodes/{episode}/v1")
+    prefix = "/v1" if episodes is None else "/episodes/{episode}/v1"
+    app.include_router(_api(prefix, asked, created, scores))
     if episodes is None:
         _add_tokenizer(app, service)
     if updates is not None:
@@ -166,13 +179,21 @@ def _bare_app(metrics: ServerMetrics, access: Access, activity: Activity | None,
             return error_response(503, "the server stops", "stopped")
         return JSONResponse({"status": "ok"})
 
+    async def unsupported(request: Request) -> Response:
+        name = request.url.path.split("/")[2]
+        text = f"{name} {'are' if name.endswith('s') else 'is'} not supported: GET /openapi.json lists what is"
+        return error_response(404, text, "unsupported_endpoint")
+
     app.get("/metrics")(metrics.answer)
+    for name in _UNSUPPORTED:
+        for path in (f"/v1/{name}", f"/v1/{name}/{{rest:path}}"):
+            app.add_api_route(path, unsupported, methods=["GET", "POST"], include_in_schema=False)
     return app
 
 
-def _api(asked: Callable[[Request], Service], created: int, scores: ScoreService | None) -> APIRouter:
+def _api(prefix: str, asked: Callable[[Request], Service], created: int, scores: ScoreService | None) -> APIRouter:
     """Routes of OpenAI's API, for the service that `asked` returns for a request."""
-    router = APIRouter()
+    router = APIRouter(prefix=prefix)
 
     @router.get("/models")
     async def all_models(request: Request) -> dict[str, Any]:
@@ -276,7 +297,7 @@ async def _generate(
     stream = service.start(job, whole=not body.stream) if body.generates else None
     if body.stream:
         assert stream is not None
-        events = answer.events(stream) if as_response is None else response_events(as_response, answer, job, stream)
+        events = answer.events(stream) if as_response is None else response_events(as_response, answer, stream)
         return EventStream(_closed_by_errors(events), stream)
 
     async def work() -> dict[str, Any]:
@@ -291,7 +312,7 @@ async def _generate(
             for place, holder in enumerate(holders):
                 tokens = prompts[place // job.sampling.n]
                 holder["prompt_logprobs"] = answer.prompt_logprobs(tokens, body.prompt_logprobs)
-        return whole if as_response is None else response_of(as_response, job, whole)
+        return whole if as_response is None else response_of(as_response, whole)
 
     try:
         whole = await _until_disconnect(request.receive, work())

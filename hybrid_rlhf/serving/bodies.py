@@ -31,7 +31,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Keys of other servers, with the values that this server accepts."""
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 _SUBJECT = re.compile("^(Input|List|String|Dictionary) should ")
-"""Beginning of pydantic's messages."""
+_COUNTED = re.compile(r" after validation, not \d+$")
+"""Beginning and end of pydantic's messages."""
 _IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("reasoning_effort", "verbosity"),
@@ -561,7 +562,7 @@ def _rejected(kind: type[BaseModel], error: ValidationError) -> KeyRejected:
         return KeyRejected(".".join(map(str, place)), f"is an unknown key: {hint}", code)
     if first["type"] == "missing":
         return KeyRejected(key, "is required, got none: add it", code)
-    rule = " or ".join(dict.fromkeys(_SUBJECT.sub("", other["msg"]) for other in of_key))
+    rule = " or ".join(dict.fromkeys(_COUNTED.sub("", _SUBJECT.sub("", other["msg"])) for other in of_key))
     return KeyRejected(key, f"must {rule}, got {_shown(first['input'])}: change it", code)
 
 

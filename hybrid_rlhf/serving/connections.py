@@ -125,7 +125,7 @@ class LimitedProtocol(_Protocol):  # type: ignore[misc]  # httptools' or h11's
 
 
 def limited_protocol(most: int) -> type[LimitedProtocol]:
-    """The protocol of a server with at most so many connections."""
+    """The protocol of a server with at most `most` connections."""
     return type("ServerProtocol", (LimitedProtocol,), {"most": most, "accepted": set(), "resting": {}})
 
 

@@ -18,8 +18,6 @@ def request_errors(key: str) -> Iterator[None]:
     message."""
     try:
         yield
-    except KeyRejected:
-        raise
     except UserError as error:
         rule, _, _ = str(error).removeprefix(f"{key}: ").rpartition(": ")
         raise KeyRejected(key, f"is refused: {rule:.500}: change it") from error

@@ -66,9 +66,7 @@ def _read_weights(checkpoint: Path, saved: SavedFragments, parameters: Mapping[s
             part = weight.chunk(int(count), dim=-1)[int(number)]
             values = torch.empty(part.numel(), dtype=part.dtype)
             parts.append((part, values))
-        if saved.elements(name) != len(values):
-            raise _other_model(checkpoint, f"{saved.elements(name)} elements in {name} instead of {len(values)}")
-        fragments.append(Fragment(name, 0, {WEIGHT: values}))
+        fragments.append(_whole_fragment(checkpoint, saved, name, values))
     if not fragments:
         raise _other_model(checkpoint, "no weights")
     saved.fill(fragments)
@@ -108,16 +106,19 @@ def _read_adapter(
         down = torch.empty(rank, inputs)
         up = torch.empty(outputs, rank)
         for factor_name, factor in ((name, down), (f"{layer_name}{_UP}", up)):
-            if saved.elements(factor_name) != factor.numel():
-                raise _other_model(
-                    checkpoint, f"{saved.elements(factor_name)} elements in {factor_name} instead of {factor.numel()}"
-                )
-            fragments.append(Fragment(factor_name, 0, {WEIGHT: factor.view(-1)}))
+            fragments.append(_whole_fragment(checkpoint, saved, factor_name, factor.view(-1)))
         factors[weight_name] = LowRank(up, down, transposed)
     saved.fill(fragments)
     for change in factors.values():
         change.up.mul_(scale)
     return factors
+
+
+def _whole_fragment(checkpoint: Path, saved: SavedFragments, name: str, values: Tensor) -> Fragment:
+    """The fragment that reads all elements of a parameter into `values`."""
+    if saved.elements(name) != len(values):
+        raise _other_model(checkpoint, f"{saved.elements(name)} elements in {name} instead of {len(values)}")
+    return Fragment(name, 0, {WEIGHT: values})
 
 
 def _other_model(checkpoint: Path, name: str) -> UserError:

@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from hybrid_rlhf.generation.open_batch import RequestBatch
 from hybrid_rlhf.serving.turns import Turns
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -35,14 +34,14 @@ class Metrics:
 class ServerMetrics(Metrics):
     """Metrics of a server that generates, or scores."""
 
-    def __init__(self, batch: RequestBatch | None, turns: Turns | None = None) -> None:
-        """Take the batch, whose load is read with the metrics, and the turns of requests in it; None if nothing is
-        generated, or there are no turns."""
+    def __init__(self, turns: Turns | None) -> None:
+        """Take what submits requests to the batch, whose load is read with the metrics; None: nothing is generated."""
         super().__init__("hybrid_rlhf")
-        if batch is not None:
+        if turns is not None:
+            batch = turns.batch
             self.gauge("rows_running", "Completions that are decoded").set_function(lambda: batch.load.rows)
             self.gauge("rows_waiting", "Completions that wait for a row or for memory").set_function(
-                lambda: max(0, (turns or batch).unfinished - batch.load.rows)
+                lambda: max(0, turns.unfinished - batch.load.rows)
             )
             self.gauge("kv_cache_used_ratio", "Part of the KV cache that running completions hold").set_function(
                 lambda: batch.load.used_pages / max(1, batch.load.pages)

@@ -15,14 +15,13 @@ from pydantic import Field
 
 from hybrid_rlhf.serving.answers import Answer, event
 from hybrid_rlhf.serving.bodies import MOST_INTEGER, ChatBody, KeyRejected, checked
-from hybrid_rlhf.serving.service import Job, TokenStream
+from hybrid_rlhf.serving.service import TokenStream
 from hybrid_rlhf.serving.web import StrictBody
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _STATUSES = {"length": "incomplete", "content_filter": "incomplete", "abort": "incomplete"}
 _PLAIN = {"type": "text"}
 _MOST_ITEMS = 8192
-_Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
 class ResponseBody(StrictBody):
@@ -37,8 +36,8 @@ class ResponseBody(StrictBody):
     seed: int | None = None
     stream: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: _Nothing = []
-    include: _Nothing = []
+    tools: list[Any] | None = None
+    include: list[Any] | None = None
     text: dict[str, Any] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
@@ -50,8 +49,12 @@ class ResponseBody(StrictBody):
         """The chat request with the same answer.
 
         Raises:
-            UserError: for an item that is no text, or another format than text.
+            UserError: for tools, an item that is no text, or another format than text.
         """
+        for key in ("tools", "include"):
+            if getattr(self, key):
+                rest = "must be empty in a response: use /v1/chat/completions for tools"
+                raise KeyRejected(key, rest, "unsupported_parameter")
         if ((self.text or {}).get("format") or _PLAIN) != _PLAIN:
             raise KeyRejected("text.format", "must be text in a response: use /v1/chat/completions for others")
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -76,7 +79,7 @@ def _message(location: str, item: dict[str, Any]) -> dict[str, Any]:
     return {"role": item["role"], "content": content}
 
 
-def response_of(body: ResponseBody, job: Job, whole: dict[str, Any]) -> dict[str, Any]:
+def response_of(body: ResponseBody, whole: dict[str, Any]) -> dict[str, Any]:
     """The response of a request, from the answer as a chat completion."""
     (choice,) = whole["choices"]
     message = choice["message"]
@@ -84,10 +87,10 @@ def response_of(body: ResponseBody, job: Job, whole: dict[str, Any]) -> dict[str
     status = _STATUSES.get(choice["finish_reason"], "completed")
     items.append(_said(message["content"] or "", status))
     head = _head(body, int(whole["created"]), whole["system_fingerprint"])
-    return {**head, **_end(status), "output": items, "usage": _usage(job, whole["usage"]["completion_tokens"])}
+    return {**head, **_end(status), "output": items, "usage": _usage(whole["usage"])}
 
 
-async def response_events(body: ResponseBody, answer: Answer, job: Job, stream: TokenStream) -> AsyncIterator[str]:
+async def response_events(body: ResponseBody, answer: Answer, stream: TokenStream) -> AsyncIterator[str]:
     """Server-sent events of a streamed response; the last one has the whole response."""
     head = _head(body, int(time.time()), answer.version)
     number = 0
@@ -132,8 +135,7 @@ async def response_events(body: ResponseBody, answer: Answer, job: Job, stream: 
     yield sent("response.output_text.done", **place, text=text, logprobs=[])
     yield sent("response.content_part.done", **place, part=_output_text(text))
     yield sent("response.output_item.done", output_index=len(done), item=whole)
-    usage = _usage(job, answer.completion_tokens)
-    response = {**head, **_end(status), "output": [*done, whole], "usage": usage}
+    response = {**head, **_end(status), "output": [*done, whole], "usage": _usage(answer.usage())}
     yield sent(f"response.{status}", response=response)
 
 
@@ -177,12 +179,12 @@ def _output_text(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(job: Job, completion: int) -> dict[str, Any]:
-    prompt = sum(map(len, job.prompts))
+def _usage(chat: dict[str, int]) -> dict[str, Any]:
+    """The usage of a chat completion with the names of the Responses API."""
     return {
-        "input_tokens": prompt,
+        "input_tokens": chat["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": completion,
+        "output_tokens": chat["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + completion,
+        "total_tokens": chat["total_tokens"],
     }

@@ -98,8 +98,8 @@ class SavedScorer:
             NotWanted: when they are not wanted any more.
         """
         self._is_wanted = is_wanted
-        ids, mask = padded(rows, 0, self.device)
-        return scores_at_end(self.model(ids, mask), mask).cpu()
+        ids, mask = padded(rows, 0)
+        return scores_at_end(self.model(ids, mask, device=self.device), mask).cpu()
 
     def _stop_unwanted(self, *_: object) -> None:
         if not self._is_wanted():

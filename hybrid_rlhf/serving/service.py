@@ -128,23 +128,13 @@ class _Deliveries:
 class TokenStream:
     """The tokens of a job, which is submitted at once and cancelled by `close`."""
 
-    def __init__(
-        self,
-        batch: TokenSource,
-        job: Job,
-        metrics: ServerMetrics,
-        deliveries: _Deliveries,
-        *,
-        whole: bool,
-        ended: Callable[[], None],
-    ) -> None:
-        """Submit a job; `whole`: its tokens are needed when a completion ends; `ended`: called by the first `close`."""
-        self._ended = ended
-        self._batch = batch
+    def __init__(self, service: Service, job: Job, *, whole: bool) -> None:
+        """Submit a job; `whole`: its tokens are needed when a completion ends."""
+        self._service = service
+        self._batch = service.source
         self._job = job
-        self._metrics = metrics
+        self._metrics = service.metrics
         self._start = time.perf_counter()
-        self._is_open = True
         self._steps: asyncio.Queue[list[StreamedToken]] = asyncio.Queue()
         self._kept: list[StreamedToken] = []
         """Tokens of a whole answer, until a completion ends: they are not needed earlier."""
@@ -163,16 +153,17 @@ class TokenStream:
                     return
                 tokens = self._kept
                 self._kept = []
-            deliveries.add(loop, self._steps, tokens)
+            service.deliveries.add(loop, self._steps, tokens)
 
         seeded = [replace(job.sampling, seed=seed) for seed in job.seeds]
         try:
-            self._submission = batch.submit(
+            self._submission = self._batch.submit(
                 PromptBatch(job.prompts, seeded or job.sampling, job.top_logprobs, job.adapter), deliver
             )
         except RuntimeError as error:
-            raise _ended(batch) from error
-        metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
+            raise _ended(self._batch) from error
+        service.running += 1
+        self._metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
 
     async def steps(self) -> AsyncIterator[list[StreamedToken]]:
         """Yield the new tokens of each step; for a whole answer, the tokens of all steps until a completion ends.
@@ -194,11 +185,9 @@ class TokenStream:
         self._metrics.request_seconds.observe(time.perf_counter() - self._start)
 
     def close(self) -> None:
-        """Cancel the unfinished completions."""
+        """Cancel the unfinished completions; called once."""
         self._batch.cancel(self._submission)
-        if self._is_open:
-            self._is_open = False
-            self._ended()
+        self._service.running -= 1
 
 
 class Service:
@@ -233,7 +222,7 @@ class Service:
         self.name = name
         self.turns = Turns(batch)
         """What submits the prompts to it."""
-        self.metrics = ServerMetrics(batch, self.turns) if metrics is None else metrics
+        self.metrics = ServerMetrics(self.turns) if metrics is None else metrics
         self.adapter: str | None = None
         """Adapter of all completions; None: the model itself."""
         self.version = "0"
@@ -243,7 +232,7 @@ class Service:
         self.admits = asyncio.Event()
         """Set unless requests wait for other weights."""
         self.admits.set()
-        self._deliveries = _Deliveries()
+        self.deliveries = _Deliveries()
         self.defaults = sampling
         self.max_queue = max_queue
         self.allows_lark = allows_lark
@@ -346,8 +335,6 @@ class Service:
             raise
         except UserError as error:
             raise _grammar_rejected(body, error) from error
-        except RecursionError as error:
-            raise KeyRejected(grammar_key(body), "has a schema that is nested too deeply: simplify it") from error
 
     def sampling(self, body: GenerationBody, *, longest_prompt: int) -> SamplingParams:
         """The sampling parameters of a request.
@@ -386,12 +373,7 @@ class Service:
             BatchEnded: when the server stops.
         """
         self._check_queue(len(job.prompts) * job.sampling.n)
-        stream = TokenStream(self.source, job, self.metrics, self._deliveries, whole=whole, ended=self._end)
-        self.running += 1
-        return stream
-
-    def _end(self) -> None:
-        self.running -= 1
+        return TokenStream(self, job, whole=whole)
 
     @property
     def source(self) -> TokenSource:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybrid_rlhf.data.chat.calls import ToolCall, read_reply, shown_so_far
+from hybrid_rlhf.data.chat.calls import ToolCall, before_tag, read_reply, shown_so_far
 
 if TYPE_CHECKING:  # it imports torch, which the board does not need
     from hybrid_rlhf.generation.sampling import FinishReason
@@ -173,5 +173,6 @@ class ReplyStream:
             self._shown = max(before, shown_so_far(self._whole, self._names))
             return ReplyPiece(self._whole[before : self._shown], reasoning)
         reply = read_reply(self._whole, self._names)
-        is_cut = self._requires_call and finish_reason == "length"
-        return ReplyPiece("" if is_cut else reply.content[before:], reasoning, reply.calls)
+        is_cut = finish_reason == "length"
+        content = reply.content[: before_tag(reply.content) * (not self._requires_call) if is_cut else None]
+        return ReplyPiece(content[before:], reasoning, reply.calls)

@@ -36,7 +36,7 @@ class Turns:
 
     def __init__(self, batch: RequestBatch) -> None:
         """Take the batch."""
-        self._batch = batch
+        self.batch = batch
         self._lock = threading.RLock()
         self._waiting: dict[Turn, None] = {}
         """Requests with samples that are not in the batch, in order of arrival."""
@@ -45,13 +45,13 @@ class Turns:
     @property
     def failure(self) -> BaseException | None:
         """As in OpenBatch."""
-        return self._batch.failure
+        return self.batch.failure
 
     @property
     def unfinished(self) -> int:
         """Number of unfinished samples."""
         with self._lock:
-            return self._batch.unfinished + sum(len(turn.waiting) for turn in self._waiting)
+            return self.batch.unfinished + sum(len(turn.waiting) for turn in self._waiting)
 
     def submit(self, batch: PromptBatch, deliver: Deliver) -> Turn:
         """As `OpenBatch.submit`, with the same tokens."""
@@ -67,7 +67,7 @@ class Turns:
         """As `OpenBatch.cancel`."""
         with self._lock:
             for part in turn.parts:
-                self._batch.cancel(part)
+                self.batch.cancel(part)
             turn.parts.clear()
             turn.waiting.clear()
             turn.is_open = False
@@ -78,7 +78,7 @@ class Turns:
 
     def _admit(self) -> None:
         """Submit the samples whose turn it is."""
-        rows = self._batch.rows
+        rows = self.batch.rows
         counts: dict[tuple[Turn, int], list[int]] = {}
         while self._waiting:
             turn = min(self._waiting, key=lambda turn: turn.running)
@@ -112,7 +112,7 @@ class Turns:
                         self._admit()
 
         try:
-            turn.parts.append(self._batch.submit(part, deliver))
+            turn.parts.append(self.batch.submit(part, deliver))
         except RuntimeError:  # the batch has ended
             self._fail(turn)
 

@@ -36,6 +36,7 @@ from hybrid_rlhf.loop.setup import (
     start_step,
 )
 from hybrid_rlhf.loop.step import Step
+from hybrid_rlhf.planning.micro_batches import resolve_micro_batches
 from hybrid_rlhf.runtime.files.checkpoint_folder import read_manifest
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import Callback, Run
@@ -47,7 +48,7 @@ from hybrid_rlhf.supervised.objectives.sft import SFTObjective
 from hybrid_rlhf.supervised.preference import KTO, PAIR_LOSSES
 from hybrid_rlhf.supervised.preference.objectives import PreferenceLabelObjective, PreferencePairObjective
 from hybrid_rlhf.supervised.preference.reference import ReferenceModel
-from hybrid_rlhf.supervised.trainer import Objective, SupervisedTrainer, total_steps, train_loader
+from hybrid_rlhf.supervised.trainer import Objective, SupervisedTrainer, steps_of_epochs, train_loader
 
 SupervisedConfig = SFTConfig | RewardConfig | PreferenceStepConfig
 
@@ -97,7 +98,7 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
         train: RowSequence = data.train
         if config.data.packing == "best_fit":
             train = pack_rows(train, capacity=config.data.max_length, seed=config.seed, log=run.world.is_main)
-        plan = _plan(config, run)
+        plan, _, steps = _plan(config, run, train)
         role: Role = "actor"
         objective: Objective[Any] = SFTObjective(pad_token_id=pad_token(tokenizer), device=run.world.device)
         if distill is not None and teacher_path is not None:
@@ -107,7 +108,7 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
             objective = DistillObjective(
                 distill, teacher, tokenizer, seed=config.seed, max_length=config.data.max_length
             )
-        engine = _build_learner(config, run, role, path, "sft", steps=_steps(config, run, train, plan))
+        engine = _build_learner(config, run, role, path, "sft", steps=steps)
         SupervisedTrainer(
             objective, engine, train=train, held_out=data.held_out, plan=plan, config=config.train, run=run
         ).train()
@@ -128,8 +129,7 @@ def run_reward(config: RewardConfig, callbacks: Sequence[Callback] = ()) -> None
             _warn_of_one_label(data.train, run)
         objective_class = RewardLabelObjective if learns_labels else RewardPairObjective
         objective = objective_class(objective_config, pad_token_id=pad_token(tokenizer), device=run.world.device)
-        plan = _plan(config, run)
-        steps = _steps(config, run, data.train, plan)
+        plan, _, steps = _plan(config, run, data.train)
         engine = _build_learner(config, run, "reward", path, "reward", steps=steps)
         SupervisedTrainer[Any](
             objective, engine, train=data.train, held_out=data.held_out, plan=plan, config=config.train, run=run
@@ -152,17 +152,12 @@ def run_preference(config: PreferenceStepConfig, callbacks: Sequence[Callback] =
         load = load_labelled_data if config.algorithm.learns_labels else load_preference_data
         data = load(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
         record_data(data.counts, run)
+        parts: list[RowSequence] = [data.train, data.held_out]
         if config.algorithm.learns_labels:
             _warn_of_one_label(data.train, run)
-        train, held_out = (
-            with_mismatched_completions(rows, max_length=config.data.max_length)
-            if config.algorithm.learns_labels
-            else rows
-            for rows in (data.train, data.held_out)
-        )
-        plan = _plan(config, run)
-        loader = train_loader(train, plan, run)
-        steps = total_steps(loader, config.train)
+            parts = [with_mismatched_completions(rows, max_length=config.data.max_length) for rows in parts]
+        train, held_out = parts
+        plan, loader, steps = _plan(config, run, train)
         engine = _build_learner(config, run, "actor", path, "preference", steps=steps)
         section = config.reference
         reference = None if section is None else ReferenceModel(config, section, run, engine, path, tokenizer)
@@ -193,18 +188,17 @@ def _warn_of_one_label(train: RowSequence, run: Run) -> None:
         )
 
 
-def _plan(config: SupervisedConfig, run: Run) -> BatchPlan:
+def _plan(config: SupervisedConfig, run: Run, train: RowSequence) -> tuple[BatchPlan, BatchLoader, int]:
+    """The sizes of batches, the loader of the training rows, and the number of updates."""
+    train_config = resolve_micro_batches(config, run).train
     plan = plan_batch(
         global_batch_size=config.train.global_batch_size,
         ranks=run.world.size,
-        micro_batches=config.train.micro_batches(run.world.device.type, config.model),
+        micro_batches=train_config.micro_batches(run.world.device.type, config.model),
     )
     log_plan(plan, run)
-    return plan
-
-
-def _steps(config: SupervisedConfig, run: Run, train: RowSequence, plan: BatchPlan) -> int:
-    return total_steps(train_loader(train, plan, run), config.train)
+    loader = train_loader(train, plan, run)
+    return plan, loader, config.train.total_steps(steps_of_epochs(loader, config.train))
 
 
 def _build_learner(
@@ -240,4 +234,4 @@ def _remaining_rows(loader: BatchLoader, run: Run, steps: int) -> list[int]:
         manifest = read_manifest(run.checkpoint)
         done = manifest["step"]
         loader.load_state_dict(manifest["loop"]["loader"])
-    return loader.batches.upcoming(max(0, steps - done))
+    return loader.upcoming(max(0, steps - done))

@@ -11,7 +11,6 @@ Source: temperature scaling, Guo et al. 2017 (arXiv 1706.04599).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -53,10 +52,9 @@ def collect_calibration_data(
         for batches in one_pass(rows, plan, run.world, padded=not engine.packs, progress=progress)
         for micro in batches
     ]
-    names = [field.name for field in fields(CalibrationData)]
-    mine = {name: torch.cat([getattr(part, name) for part in scored]).cpu() for name in names}
+    mine = [torch.cat(tensors).cpu() for tensors in zip(*scored, strict=True)]
     gathered = run.world.all_gather_objects(mine)
-    return CalibrationData(**{name: torch.cat([part[name] for part in gathered]) for name in names})
+    return CalibrationData(*map(torch.cat, zip(*gathered, strict=True)))
 
 
 def calibrate(data: CalibrationData, heads: Sequence[str], *, is_main: bool) -> tuple[dict[str, Any], dict[str, float]]:

@@ -6,6 +6,7 @@ and ranks.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import SkippedUpdates, rows_with_non_finite_loss
 from hybrid_rlhf.loop.trainer import Trainer
 from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
-from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.runtime.observability.logs import note
 from hybrid_rlhf.runtime.observability.profiling import model_flops_utilisation
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
@@ -51,8 +52,8 @@ class Objective(ABC, Generic[BatchT]):
         self._device = device
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> BatchT:
-        """Collate rows of the data as tensors on the device; None is an empty row."""
-        batch: BatchT = self.collator(rows, self._pad_token_id).to(self._device)
+        """Collate rows of the data as tensors on the host; None is an empty row."""
+        batch: BatchT = self.collator(rows, self._pad_token_id)
         return batch
 
     def prepare(self, engine: ModelEngine, batches: Sequence[BatchT]) -> Sequence[BatchT]:
@@ -101,16 +102,18 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
         self._loader = train_loader(train, self._plan, run)
         few_updates = self._loader.few_updates_text()
         if few_updates and run.world.is_main:
-            logger.warning(few_updates)
-        length = config.length_text(_steps_of_epochs(self._loader, config))
+            note(few_updates)
+        steps = steps_of_epochs(self._loader, config)
+        length = config.length_text(steps)
         if length and run.world.is_main:
-            logger.info(length)
-        self._batches: Iterator[Sequence[Sequence[Mapping[str, Any] | None]]] | None = None
+            note(length)
+        passes = None if config.passes is None else math.ceil(config.passes)
+        self._batches = self._loader.iterate(passes)  # begins where `resume` has set the loader
         self._held_out = held_out
         self._skipped = SkippedUpdates(run, limit=run.config.faults.max_skipped_steps)
         super().__init__(
             objective.name,
-            total_steps=total_steps(self._loader, config),
+            total_steps=config.total_steps(steps),
             config=config,
             run=run,
             checkpoints=CheckpointManager(run, config, {engine.role: engine}),
@@ -119,9 +122,50 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
 
     def step(self, step: int) -> dict[str, float]:
         """Make one optimizer update, and return its metrics."""
-        if self._batches is None:
-            self._batches = self._loader.iterate(self._config.passes)
-        return self._update(step, next(self._batches))
+        micro_batches = next(self._batches)
+        objective = self._objective
+        world = self._world
+        sums = RunningSums(world.device)
+        with self._run.timers("training"):
+            collated = [objective.collate(rows) for rows in micro_batches]
+            batches = objective.prepare(self._engine, objective.resample(self._engine, collated, step=step))
+            count = global_count(sum(objective.count(batch) for batch in batches), world)
+            losses = []
+            saved: list[int] = []
+            for batch in batches:
+                loss = objective.loss(self._engine, batch)
+                saved += self._engine.saved_rows
+                self._engine.backward(loss.total, count=count)
+                sums.add(loss)
+                losses.append(loss.total.detach())
+            stats = self._engine.step()
+            means = sums.means(world)
+        seconds = self._run.timers.take()["training"]
+        masks = [objective.masks(batch) for batch in batches]
+        real_tokens = global_count(sum(int(real.sum()) for real, _ in masks), world)
+        shared = global_count(sum(saved), world)
+        speed = (real_tokens - shared) / seconds
+        of_rows = self._engine.operations.of_rows
+        operations = sum(of_rows(real.sum(dim=1), head_tokens=float(wanted.sum())) for real, wanted in masks)
+        operations -= of_rows(torch.tensor(saved), head_tokens=0.0)
+        if stats.is_fault:
+            self._skipped.keep(step, list(map(dict, rows_with_non_finite_loss(micro_batches, losses, world=world))))
+        norm = {} if stats.grad_norm is None else {"grad_norm": stats.grad_norm}
+        return {
+            **objective.metrics(means, objective.name),
+            **{f"{objective.name}/{name}": means[name] for name in ROUTER_METRICS if name in means},
+            "lr": stats.lr,
+            **norm,
+            "time/training_seconds": seconds,
+            "perf/train_tokens_per_second": speed,
+            "perf/tokens_per_second": speed,
+            **({"perf/shared_tokens_ratio": shared / real_tokens} if shared else {}),
+            **model_flops_utilisation(
+                operations=global_count(operations, world), seconds=seconds, ranks=world.size, device=world.device
+            ),
+            "memory/peak_gib": peak_memory_gib(world.device),
+            **self._skipped.record(step, ["the gradient"] if stats.is_fault else []),
+        }
 
     def resume(self) -> int | None:
         """Restore the newest checkpoint and return its step; None without a checkpoint."""
@@ -135,45 +179,6 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
     def state(self, step: int) -> LoopState:
         """Return the positions of the data loader and the skipped updates, for a checkpoint."""
         return LoopState(step, {"loader": self._loader.state_dict(), "skipped": self._skipped.state_dict()})
-
-    def _update(self, step: int, micro_batches: Sequence[Sequence[Mapping[str, Any] | None]]) -> dict[str, float]:
-        objective = self._objective
-        world = self._world
-        sums = RunningSums(world.device)
-        with self._run.timers("training"):
-            collated = [objective.collate(rows) for rows in micro_batches]
-            batches = objective.prepare(self._engine, objective.resample(self._engine, collated, step=step))
-            count = global_count(sum(objective.count(batch) for batch in batches), world)
-            losses = []
-            for batch in batches:
-                loss = objective.loss(self._engine, batch)
-                self._engine.backward(loss.total, count=count)
-                sums.add(loss)
-                losses.append(loss.total.detach())
-            stats = self._engine.step()
-            means = sums.means(world)
-        seconds = self._run.timers.take()["training"]
-        masks = [objective.masks(batch) for batch in batches]
-        speed = global_count(sum(int(real.sum()) for real, _ in masks), world) / seconds
-        of_rows = self._engine.operations.of_rows
-        operations = sum(of_rows(real.sum(dim=1), head_tokens=float(wanted.sum())) for real, wanted in masks)
-        if stats.is_fault:
-            self._skipped.keep(step, list(map(dict, rows_with_non_finite_loss(micro_batches, losses, world=world))))
-        norm = {} if stats.grad_norm is None else {"grad_norm": stats.grad_norm}
-        return {
-            **objective.metrics(means, objective.name),
-            **{f"{objective.name}/{name}": means[name] for name in ROUTER_METRICS if name in means},
-            "lr": stats.lr,
-            **norm,
-            "time/training_seconds": seconds,
-            "perf/train_tokens_per_second": speed,
-            "perf/tokens_per_second": speed,
-            **model_flops_utilisation(
-                operations=global_count(operations, world), seconds=seconds, ranks=world.size, device=world.device
-            ),
-            "memory/peak_gib": peak_memory_gib(world.device),
-            **self._skipped.record(step, ["the gradient"] if stats.is_fault else []),
-        }
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -217,18 +222,13 @@ def one_pass(
         world_size=world.size,
         micro_batches=replace(plan.micro_batches, padded=padded),
         seed=0,
-        shuffle=False,
-        drop_last=False,
+        in_order=True,
     ).iterate(1)
     for start, micro_batches in zip(range(0, len(rows), size), batches, strict=True):
         yield micro_batches
         progress.advance(min(size, len(rows) - start))
 
 
-def total_steps(loader: BatchLoader, config: TrainConfig) -> int:
-    """Number of optimizer updates of the run."""
-    return config.total_steps(_steps_of_epochs(loader, config))
-
-
-def _steps_of_epochs(loader: BatchLoader, config: TrainConfig) -> int:
-    return loader.steps_per_epoch * (config.epochs or 1)
+def steps_of_epochs(loader: BatchLoader, config: TrainConfig) -> int:
+    """Number of optimizer updates of all epochs."""
+    return math.ceil(loader.steps_per_epoch * (config.epochs or 1))

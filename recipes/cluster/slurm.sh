@@ -27,7 +27,7 @@ for word in "$@"; do
     if [[ $word == --output_dir=* ]]; then output=${word#*=}; fi
     previous=$word
 done
-trap 'read -r pid host < "$output/.lock" && kill -USR1 "$pid"' USR1
+trap 'signalled=1; read -r pid host < "$output/.lock" && kill -USR1 "$pid"' USR1
 mistakes=$(mktemp -d)
 trap 'rm -rf "$mistakes"' EXIT
 export HYBRID_RLHF_ERROR_FILE=$mistakes/user_error # torchrun ends with 1 whatever the exit code of a rank is
@@ -36,8 +36,9 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05 srun does not
 srun --label --kill-on-bad-exit=0 bash -c 'exec torchrun --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \
     --nproc-per-node "$GPUS" --master-addr "$FIRST_NODE" --master-port 29500 -m "hybrid_rlhf.cli.$0" --config "$@"' \
     "$step" "$config" --resume auto "$@" &
-child=$! code=0
-while kill -0 "$child" 2> /dev/null; do
+child=$! code=0 signalled=1
+while ((signalled)); do # a signal ends the wait, not the step
+    signalled=0
     wait "$child" && code=0 || code=$?
 done
 may_restart() { # not after scancel or at the time limit, when the job is no longer running

@@ -26,6 +26,7 @@ from hybrid_rlhf.data.chat.conversation import completion_text, encode_completio
 from hybrid_rlhf.runtime.command_line import save_config
 from tests.support.board import ServedBoard, append_rows, sample_rows, served_board
 from tests.support.errors import user_error
+from tests.support.steps import write_lines
 from tests.support.tiny import save_tiny, tiny_model, tiny_scorer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -52,16 +53,6 @@ def chat(board: ServedBoard, **body: Any) -> list[dict[str, Any]]:
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
-
-
-def test_models_below_the_folders_are_listed(board: ServedBoard, folder: Path) -> None:
-    listed = {model["name"]: model for model in board.get("/api/models")}
-    assert {name: model["kind"] for name, model in listed.items()} == {
-        "model_1": "chat",
-        "model_2": "chat",
-        "reward": "reward",
-    }
-    assert all(model["path"] == str(folder / name) and model["system"] is None for name, model in listed.items())
 
 
 def test_the_trained_actor_comes_first_with_the_system_prompt_of_its_training(folder: Path, tmp_path: Path) -> None:
@@ -116,8 +107,24 @@ def test_two_models_answer_as_their_engines_do_with_scores(board: ServedBoard, f
             assert mine[-1]["score"] == pytest.approx(float(scorer.score(hidden)[0, -1, 0]), abs=1e-4)
 
 
+def test_saved_models_are_compared_on_rows_of_a_file(board: ServedBoard, folder: Path, tmp_path: Path) -> None:
+    rows = write_lines(tmp_path / "rows.jsonl", [{"messages": [*HELLO, {"role": "assistant", "content": "hi"}]}])
+    models = [str(folder / f"model_{number}") for number in (1, 2)]
+    body = {"models": models, "prompts": str(rows), "sampling": SAMPLING}
+    pair = board.post("/api/preferences/ask", body).json()
+    answers = {event["model"]: "" for event in chat(board, models=models) if "done" in event}
+    for event in chat(board, models=models):
+        answers[event["model"]] += event.get("delta", "")
+    assert pair["prompt"] == HELLO and {pair["left"], pair["right"]} == set(answers.values())
+    twice = board.post("/api/preferences/ask", {**body, "models": models[:1] * 2})
+    assert twice.status_code == 400 and "choose another" in twice.json()["error"]
+    absent = board.post("/api/preferences/ask", {**body, "prompts": "absent.jsonl"})
+    assert absent.status_code == 400 and "absent.jsonl" in absent.json()["error"]
+
+
 def test_another_model_takes_the_place_of_one(board: ServedBoard, folder: Path) -> None:
-    (path,) = {str(folder / "model_1")}
+    path = str(folder / "model_1")
+    assert {model["path"] for model in board.get("/api/models")} >= {path}
     assert chat(board, models=[path])[-1] == {"model": 0, "done": True, "score": None}
     again = chat(board, models=[path, path])
     assert {event["model"] for event in again} == {0, 1}

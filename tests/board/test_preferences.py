@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from hybrid_rlhf.board.asked import ask_models
 from hybrid_rlhf.board.workspace import BoardWorkspace
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from tests.support.board import ServedBoard, sample_rows, served_board, workspace_of, write_run
-from tests.support.steps import read_rows
+from tests.support.errors import user_error
+from tests.support.steps import read_rows, write_lines
 
 
 @pytest.fixture
@@ -79,6 +85,78 @@ def test_two_runs_give_one_side_each(workspace: BoardWorkspace) -> None:
         preferences.judge(preferences.next([one, two])["pair"], "left", "ada")
     assert all({Path(side["run"]).name for side in row["shown"]} == {"one", "two"} for row in preferences.read())
     assert preferences.next([none]) == {"pair": None}
+
+
+def test_the_newest_judgement_is_taken_back(workspace: BoardWorkspace) -> None:
+    """A wrong key must not become training data; a line that another board has appended stays."""
+    _, one, _ = map(workspace.samples, workspace.folders.all())
+    preferences = workspace.preferences
+    with user_error("undo takes back the newest judgement of this board, there is none"):
+        preferences.undo()
+    first = preferences.next([one])
+    preferences.judge(first["pair"], "left", "ada")
+    second = preferences.next([one])
+    preferences.judge(second["pair"], "left", "ada")
+    assert preferences.undo() == second and len(preferences.read()) == 1 and not preferences.summary()["can_undo"]
+    with user_error("there is none"):
+        preferences.undo()
+    preferences.judge(second["pair"], "right", "ada")
+    assert [row["choice"] for row in preferences.read()] == ["left", "right"]
+    with preferences.file.open("a") as file:
+        file.write(json.dumps(preferences.read()[0]) + "\n")
+    with user_error("another board has appended"):
+        preferences.undo()
+    assert len(preferences.read()) == 3
+
+
+def test_a_user_without_a_name_has_none(workspace: BoardWorkspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container with any user id, no page of judgements could be shown."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert workspace.preferences.summary()["user"] == ""
+
+
+class Answers:
+    """Models that answer with their path and the prompt's last word, or always the same."""
+
+    def __init__(self, *, equal_to: str = "") -> None:
+        self._equal_to = equal_to
+
+    async def answers(self, paths: Sequence[str], messages: Any, *_: Any, **__: Any) -> AsyncIterator[dict[str, Any]]:
+        async def events() -> AsyncIterator[dict[str, Any]]:
+            for number, path in enumerate(paths):
+                word = messages[-1]["content"].split()[-1]
+                for delta in ("same ", "") if word == self._equal_to else (f"{path} ", word):
+                    yield {"model": number, "delta": delta}
+                yield {"model": number, "done": True}
+
+        return events()
+
+
+def ask(workspace: BoardWorkspace, chats: Answers, file: Path) -> dict[str, Any]:
+    asked = ask_models(workspace.preferences, chats, ["a", "b"], str(file), SamplingParams())  # type: ignore[arg-type]
+    return asyncio.run(asked)
+
+
+def test_two_models_answer_each_row_once(workspace: BoardWorkspace, tmp_path: Path) -> None:
+    """Runs of SFT and DPO record no samples, and two runs rarely the same prompts."""
+    file = write_lines(tmp_path / "rows.jsonl", [{"prompt": f"Say {n}", "answer": n} for n in range(3)])
+    seen = set()
+    for _ in range(2):
+        pair = ask(workspace, Answers(equal_to="1"), file)
+        assert set(pair) == {"pair", "prompt", "left", "right"}
+        word = pair["prompt"][-1]["content"].split()[-1]
+        assert {pair["left"], pair["right"]} == {f"a {word}", f"b {word}"}
+        workspace.preferences.judge(pair["pair"], "left", "ada")
+        (*_, row) = workspace.preferences.read()
+        assert row["columns"] == {"answer": int(word)} and row["prompts"] == str(file)
+        assert row["chosen"] == pair["left"] == f"{row['shown'][0]['run']} {word}"
+        seen.add(word)
+    assert seen == {"0", "2"} and ask(workspace, Answers(equal_to="1"), file) == {"pair": None}
+    assert ask(workspace, Answers(), file)["prompt"][-1]["content"] == "Say 1"
+    other = write_lines(tmp_path / "other.jsonl", [{"prompt": "Say 0"}])
+    assert ask(workspace, Answers(), other)["pair"] is not None
 
 
 @pytest.mark.faults

@@ -266,6 +266,35 @@ def test_the_end_of_a_process_is_told_though_its_lock_ended_before(tmp_path: Pat
     assert watcher._look_for_states(False) and not watcher._look_for_states(False)
 
 
+def test_the_list_shows_the_loss_of_training_and_when_the_run_last_wrote(tmp_path: Path) -> None:
+    """A run of SFT had no last values between evaluations; one that failed at its start had no time."""
+    folder = write_run(tmp_path / "run")
+    append_metrics(folder, 2, **{"sft/loss": 1.25})
+    os.utime(folder / "metrics.jsonl", (1000, 1000))
+    os.utime(folder / "config.yaml", (900, 900))
+    (folder / "log.txt").touch()
+    os.utime(folder / "log.txt", (1100, 1100))
+    found = summary_of(folder)
+    assert found["last"]["sft/loss"] == 1.25 and found["step_seconds"] == 5.5 and found["updated_seconds"] == 1100
+
+
+def test_files_of_a_run_are_pages_without_rights(tmp_path: Path) -> None:
+    """A report is written by whoever may write to the folder: as a page of the board it could send its requests."""
+    folder = write_run(tmp_path / "output" / "run", steps=1)
+    (folder / "report.html").write_text("<script>parent</script>")
+    (folder / "log.txt").symlink_to(folder / "config.yaml")
+    with served_board(tmp_path / "output") as board:
+        run = board.run("run")["id"]
+        report = board.ask(f"/api/runs/{run}/files/report.html")
+        assert report.headers["content-type"].startswith("text/html") and report.text == "<script>parent</script>"
+        assert report.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
+        config = board.ask(f"/api/runs/{run}/files/config.yaml")
+        assert config.headers["content-type"].startswith("text/plain")
+        assert board.ask(f"/api/runs/{run}/files/log.txt").status_code == 400
+        refused = board.ask(f"/api/runs/{run}/files/.lock")
+        assert refused.status_code == 400 and refused.json()["error"].startswith("file must be one of report.html")
+
+
 @pytest.mark.parametrize(
     ("printed", "shown"),
     [
@@ -278,7 +307,7 @@ def test_the_end_of_a_process_is_told_though_its_lock_ended_before(tmp_path: Pat
 )
 def test_progress_bars_are_shown_as_in_a_terminal(tmp_path: Path, printed: str, shown: str) -> None:
     (tmp_path / "board.log").write_text(printed, newline="")
-    assert printed_text(tmp_path) == shown
+    assert printed_text(tmp_path) == (shown, "board.log")
 
 
 def test_a_title_and_notes_are_kept_in_the_folder(board: ServedBoard) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +47,18 @@ def sampled(last_text: str = "reply {} of words that all differ") -> list[Sample
     return [SampledStep(1, rows, texts[0], prompts), *(SampledStep(step, rows, texts[1], prompts) for step in (50, 60))]
 
 
-CASES: dict[str, Callable[[], tuple[list[dict[str, float]], list[SampledStep]]]] = {
-    "diverging components": lambda: (lines(reward__format__mean=-0.1 * STEPS), sampled()),
-    "repeated phrases": lambda: (lines(), sampled(last_text="{} it is as it is {} it is as it is {} it is")),
-    "same answer to all prompts": lambda: (lines(), sampled(last_text="a reply of words that all differ")),
-    "prompt copied": lambda: (lines(), sampled(last_text="say {} in one new way")),
-    "KL explosion": lambda: (lines(objective__kl=np.where(STEPS > 50, 40.0, 3.0)), sampled()),
+CASES = {
+    "diverging components": (lines(reward__format__mean=-0.1 * STEPS), sampled()),
+    "repeated phrases": (lines(), sampled("{} it is as it is {} it is as it is {} it is")),
+    "same answer to all prompts": (lines(), sampled("a reply of words that all differ")),
+    "prompt copied": (lines(), sampled("say {} in one new way")),
+    "KL explosion": (lines(objective__kl=np.where(STEPS > 50, 40.0, 3.0)), sampled()),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_finds_its_fault_alone_with_evidence(name: str) -> None:
-    (signal,) = find_signals(*CASES[name]())
+    (signal,) = find_signals(*CASES[name])
     assert signal.name == name and signal.severity in ("warning", "alert")
     assert signal.first_step <= signal.step == 60 and "arXiv" in signal.source
     assert signal.evidence or any(rule.name == name for rule in RULES)
@@ -104,12 +103,8 @@ def test_what_has_passed_is_found_with_its_steps() -> None:
     assert signal.name == "diverging components" and 10 <= signal.first_step < 30 <= signal.step < 60
 
 
-def test_the_copied_part_counts_pairs_of_words() -> None:
+def test_parts_count_two_copied_or_four_repeated_words() -> None:
     assert copied_part("a b c", "x a b") == 0.5
-    assert copied_part("a", "a b") == 0.0
-
-
-def test_the_repeated_part_counts_four_words() -> None:
-    assert repeated_part("a b c") == 0.0
+    assert copied_part("a", "a b") == repeated_part("a b c") == 0.0
     assert repeated_part("a b c d a b c d") == pytest.approx(1 / 5)
     assert repeated_part("x " * 8) == pytest.approx(4 / 5)

@@ -33,6 +33,11 @@ from tests.support.runs import ROOT
 from tests.support.steps import write_rows
 
 
+def checked(command: str, values: dict[str, Any]) -> dict[str, Any]:
+    """A form whose folder may be any."""
+    return check_form(command, values, lambda path: None)
+
+
 @pytest.fixture(scope="module")
 def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedBoard]:
     folder = tmp_path_factory.mktemp("board") / "output"
@@ -100,19 +105,54 @@ def test_a_list_is_entered_as_yaml_or_an_item_per_line(text: str, items: list[An
         ("sft", {"data.sources": "[a, {path: b"}, "data.sources"),
         ("sft", {"data.chat_template_kwargs": "{a: 1, a: 2}"}, "data.chat_template_kwargs"),
         ("sft", {"train.max_steps": "many"}, "train.max_steps"),
-        ("sft", {"seed": "x"}, "seed"),
+        ("sft", {"launcher.num_processes": 0}, "launcher.num_processes"),
+        ("sft", {"model": "x", "model.path": "y"}, None),
     ],
 )
-def test_an_error_names_its_field(command: str, values: dict[str, Any], key: str) -> None:
-    found = check_form(command, values)
+def test_an_error_names_its_field(command: str, values: dict[str, Any], key: str | None) -> None:
+    found = checked(command, values)
     assert found["key"] == key and found["problem"] and found["command"] is None
 
 
+@pytest.mark.parametrize(
+    ("values", "key", "problem"),
+    [
+        ({"model.path": "./nothing"}, "model.path", "a model must be a folder, a .gguf file or a hub name"),
+        ({"reference.path": "./nothing"}, "reference.path", "a model must be a folder"),
+        ({"data.sources": "nothing.jsonl"}, "data.sources", "nothing.jsonl does not exist"),
+        ({"data.eval_sources": "broken.jsonl"}, "data.eval_sources", "broken.jsonl"),
+        ({"reward.components": "{function: absent.py:score}"}, "reward.components", "absent.py"),
+        ({"reward.components": "{function: broken.jsonl.py:score}"}, "reward.components", "cannot be parsed"),
+        ({"reward.components": "{function: rew.py:scores}"}, "reward.components", "must define scores"),
+        ({"reward.components": "{model: ./nothing}"}, "reward.components", "a model must be a folder"),
+        ({"output_dir": "taken"}, "output_dir", "output_dir must be new, taken has files"),
+        ({"output_dir": "/outside"}, "output_dir", "output_dir must lie in"),
+    ],
+)
+def test_what_a_form_names_is_checked_while_typing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], key: str, problem: str
+) -> None:
+    """A run would fail with these half a minute later, with its models loaded."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rew.py").write_text("raise SystemExit('it must not be run')\ndef score(): pass\n")
+    (tmp_path / "broken.jsonl.py").write_text("def score(:")
+    (tmp_path / "broken.jsonl").write_text("{")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    whole = {"model.path": "hub/name", "data.sources": "rows.jsonl", "reward.components": "{function: rew.py:score}"}
+    folders = RunFolders([tmp_path])
+    good = check_form("rl", {**whole, "output_dir": "new"}, folders.require_new)
+    assert good["problem"] is None and good["missing"] == [] and not (tmp_path / "new").exists()
+    found = check_form("rl", {**whole, "output_dir": "new", **values}, folders.require_new)
+    assert found["key"] == key and problem in found["problem"], found
+
+
 def test_a_form_says_what_is_missing() -> None:
-    assert check_form("rl", {})["missing"] == ["model.path", "data.sources", "reward.components"]
+    assert checked("rl", {})["missing"] == ["model.path", "data.sources", "reward.components"]
     with_environment = {"environment": True, "environment.path": "pkg:Class", "model.path": "m"}
-    assert check_form("rl", with_environment)["missing"] == ["data.sources"]
-    assert check_form("sft", {"model.path": "m", "data.sources": "x"})["missing"] == []
+    assert checked("rl", with_environment)["missing"] == ["data.sources"]
+    assert checked("sft", {"model.path": "m", "data.sources": "x"})["missing"] == []
 
 
 def test_the_command_of_a_form_means_the_same_settings() -> None:
@@ -129,12 +169,12 @@ def test_the_command_of_a_form_means_the_same_settings() -> None:
         "actor.optimizer.betas": "[0.8, 0.9]",
         "output_dir": "output/mine",
     }
-    first, *options = check_form("rl", values)["command"]
+    first, *options = checked("rl", values)["command"]
     assert first == "hybrid-rlhf rl" and len(options) == len(values) - 1  # the keys of actor.lora switch it on
     config = parse_config(RLConfig, shlex.split(" ".join(options)))
     assert config == read_form("rl", values).config
     assert config.algorithm.kl is None and config.actor.lora is not None and config.actor.lora.rank == 4
-    start = check_form("rl", {**values, "launcher.num_processes": 2})["command"][0]
+    start = checked("rl", {**values, "launcher.num_processes": 2})["command"][0]
     assert start == "torchrun --standalone --nproc-per-node=2 -m hybrid_rlhf rl"
 
 
@@ -186,17 +226,9 @@ def test_a_recipe_that_cannot_be_read_is_listed_with_the_reason(
     assert "broken.yaml:2: not YAML" in broken["problem"] and "no settings of a run" in other["problem"]
 
 
-@pytest.mark.parametrize(
-    ("values", "word"),
-    [
-        ({"model.pth": "x"}, "model.path"),
-        ({"model": "x", "model.path": "y"}, "a value or a section"),
-        ({"launcher.num_processes": 0}, "launcher.num_processes"),
-    ],
-)
-def test_a_wrong_form_says_what_is_wrong(board: ServedBoard, values: dict[str, Any], word: str) -> None:
-    found = board.post("/api/form/estimate", {"command": "sft", "values": values}).json()
-    assert word in found["problem"] and found["memory"] == []
+def test_an_estimate_of_a_wrong_form_says_what_is_wrong(board: ServedBoard) -> None:
+    found = board.post("/api/form/estimate", {"command": "sft", "values": {"model.pth": "x"}}).json()
+    assert "model.path" in found["problem"] and found["memory"] == []
 
 
 @pytest.mark.parametrize(

@@ -143,5 +143,19 @@ def test_commands_are_completed_and_ctrl_c_stops_a_reply(start: Start, folders: 
     terminal.expect_exact(_PROMPT)
     messages = saved(terminal, tmp_path / "a.json")["messages"]
     assert [m["role"] for m in messages] == ["user", "assistant"]
-    terminal.send("\x04")  # Ctrl-D
+    said(terminal, "/set min_new_tokens 0")
+    said(terminal, "/set max_new_tokens 4")
+    terminal.send("half a mess\x03")  # Ctrl-C clears the line
+    said(terminal, "whole")
+    assert saved(terminal, tmp_path / "b.json")["messages"][2]["content"] == "whole"
+    terminal.send("\x03")
+    terminal.expect_exact("press Ctrl-C again, or Ctrl-D, to quit")
+    terminal.expect_exact(_PROMPT)  # the next prompt reads keys
+    terminal.send("\x03")
+    terminal.expect(pexpect.EOF)
+
+
+def test_ctrl_d_ends_the_chat(start: Start, folders: Path) -> None:
+    terminal = start(str(folders / "one"))
+    terminal.send("\x04")
     terminal.expect(pexpect.EOF)

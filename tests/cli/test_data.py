@@ -52,6 +52,27 @@ def test_check_shows_the_loss_mask_lengths_and_all_problems(
     assert [span["text"] for span in found["previews"][0]["spans"] if span["learned"]] == ["hello\nyou<|im_end|>"]
 
 
+@pytest.mark.parametrize("task", ["preference", "reward"])
+def test_check_says_which_answer_is_which(
+    task: str, write_jsonl: Write, model_folder: Path, cli: CommandLine, document: Document
+) -> None:
+    """Both answers of a pair had one label; a ranking has no two of them."""
+    pair = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+    options = f"--task {task} --tokenizer {model_folder}"
+    shown = cli(f"data check {write_jsonl([pair])} {options}").out
+    assert "\nchosen: yes<|im_end|>\n" in shown and "\nrejected: no<|im_end|>\n" in shown
+    assert ("with loss" in shown) == (task == "preference")
+    ranked = {"prompt": "q", "responses": ["a", "b", "c"], "ranks": [1, 3, 2]}
+    found = document(f"check {write_jsonl([ranked], 'ranked.jsonl')} {options}")[1]["previews"]
+    assert {each["learned_as"] for each in found} == {"loss" if task == "preference" else "compared"}
+
+
+def test_completions_with_labels_are_named_by_them(write_jsonl: Write, model_folder: Path, document: Document) -> None:
+    rows = [{"prompt": "q", "completion": "yes", "label": label} for label in (True, False)]
+    found = document(f"check {write_jsonl(rows)} --tokenizer {model_folder}")[1]["previews"]
+    assert [each["learned_as"] for each in found] == ["desirable", "undesirable"]
+
+
 def test_mixed_kinds_and_ties_are_said(write_jsonl: Write, cli: CommandLine, document: Document) -> None:
     """Neither is a problem, and a step reads such a file without a word."""
     file = write_jsonl([GOOD, {"text": "plain"}, {"prompt": "q", "chosen": "a", "rejected": "b", "tie": True}])
@@ -95,17 +116,9 @@ def test_a_clean_file_has_exit_code_0_and_colours_on_a_terminal(
     ended = cli(line)
     assert ended.code == 0 and ended.out.endswith("no problems\n") and "--tokenizer MODEL" in ended.out
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert "\x1b[32mloss: hello" in cli(f"{line} --tokenizer {model_folder}").out
-
-
-def test_convert_then_check(write_jsonl: Write, tmp_path: Path, document: Document) -> None:
-    file, output = write_jsonl([DIALOGUE]), tmp_path / "new" / "out.jsonl"
-    code, found = document(f"check {file}")
-    assert code == 2 and "got the format hh: convert it" in found["error"]
-    code, found = document(f"convert {file} --output {output}")
-    assert (code, found["format"], found["written"], found["output"]) == (0, "hh", 1, str(output))
-    code, found = document(f"check {output}")
-    assert (code, found["task"]) == (0, "preference")
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = cli(f"{line} --tokenizer {model_folder}").out
+    assert "\x1b[32mloss: hello" in shown and "0 rows; with \nnothing to learn" in shown
 
 
 def test_a_conversion_counts_what_it_leaves_out_and_takes_other_names(
@@ -122,13 +135,14 @@ def test_a_conversion_counts_what_it_leaves_out_and_takes_other_names(
 def test_a_bad_row_fails_a_conversion_unless_it_is_skipped(
     write_jsonl: Write, tmp_path: Path, cli: CommandLine, document: Document
 ) -> None:
-    file, output = write_jsonl([DIALOGUE, {"chosen": "b", "rejected": "c"}]), tmp_path / "out.jsonl"
+    file, output = write_jsonl([DIALOGUE, {"chosen": "b", "rejected": "c"}]), tmp_path / "new" / "out.jsonl"
     line = f"convert {file} --output {output}"
     code, out, _ = cli(f"data {line}")
     assert code == 1 and out.startswith(f"{file}:2: column 'chosen' must begin with") and "nothing is written" in out
     assert not output.exists()
     code, found = document(f"{line} --skip_bad true")
-    assert (code, found["rows"], found["written"], found["problems"]) == (0, 2, 1, 1)
+    assert (code, found["rows"], found["written"], found["problems"], found["format"]) == (0, 2, 1, 1, "hh")
+    assert document(f"check {output}")[1]["task"] == "preference"
 
 
 def test_parts_of_compressed_files_and_patterns_have_plain_names(
@@ -169,15 +183,12 @@ def test_split_and_blend(write_jsonl: Write, tmp_path: Path, cli: CommandLine, d
         ("check no.jsonl", "no.jsonl does not exist"),
         ("convert f.jsonl", "--output must name a file"),
         ("convert f.jsonl --output f.csv", "--output is written as JSONL, got f.csv: give a name that ends in .jsonl"),
-        ("blend f.jsonl=1 --output f.jsonl.gz", "--output is written as JSONL, got f.jsonl.gz"),
-        ("convert f.jsonl --format csv --output o", "format must be one of auto, hh"),
         ("split f.jsonl --parts train", "parts must be NAME=SHARE, comma-separated, for example train=0.9,test=0.1"),
         ("split f.jsonl --parts train=1", "parts must name two parts or more"),
         ("split f.jsonl --parts a=1,a=2", "a part is named once"),
         ("split f.jsonl --parts a/b=1,c=2", "a part's name has letters"),
         ("blend --output o", "sources must name data"),
-        ("blend a.jsonl=x --output o", "sources must be SOURCE=SHARE"),
-        ("blend a.jsonl=0 --output o", "give a share above 0"),
+        ("blend a.jsonl=0 --output o", "sources must be SOURCE=SHARE"),
         ("blend a.jsonl=1 a.jsonl=1 --output o", "a source is given once"),
     ],
 )

@@ -20,7 +20,7 @@ from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import _log_device
 from hybrid_rlhf.runtime.sandbox import local
 from hybrid_rlhf.runtime.sandbox.local import Isolation, LocalSandbox
-from hybrid_rlhf.runtime.sandbox.process import Ended
+from hybrid_rlhf.runtime.sandbox.process import SandboxResult
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.commands import CommandLine
 
@@ -56,9 +56,9 @@ def test_requirements_next_to_what_is_installed() -> None:
 
 def test_the_isolation_of_programs_is_told_with_the_reason_why_it_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a run, on the machine that will run it."""
-    monkeypatch.setattr(local, "_warn_once", lambda text: None)
+    monkeypatch.setattr(local, "warn_once", lambda text: None)
     monkeypatch.setattr(local, "_candidates", lambda: [Isolation.NAMESPACES, Isolation.OTHER_USER])
-    failed = Ended(1, b"", b"denied", False, False).result()
+    failed = SandboxResult(1, "", "denied")
     results = {Isolation.NAMESPACES: failed, Isolation.OTHER_USER: replace(failed, exit_status=0)}
     monkeypatch.setattr(LocalSandbox, "_run", lambda self, isolation, *rest: results.get(isolation))
     found = env._sandbox()
@@ -71,13 +71,13 @@ def test_the_isolation_of_programs_is_told_with_the_reason_why_it_is_no_better(m
 
 def test_the_command_prints_versions_and_fails_on_a_fault(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     said = cli("env").out
-    assert "runs compute on          " in said
-    assert (
-        f"torch                    {torch.__version__}" in said
-        and "extra serve" in said
-        and "sandbox of programs" in said
-        and "problem" not in said
+    shown = (
+        "runs compute on          ",
+        f"torch                    {torch.__version__}",
+        "extra serve",
+        "sandbox of programs",
     )
+    assert all(text in said for text in shown) and "problem" not in said
     found = cli("env --json").result
     assert found["versions"]["torch"] == torch.__version__ and found["faults"] == []
     assert found["compiled_cpu_kernels"] in (True, False) and found["processor"]["cores"] >= 1
@@ -158,7 +158,3 @@ def test_a_run_says_what_it_computes_on(
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert "this machine has an NVIDIA device" in caplog.records[0].message
     assert "built without CUDA: install the build for CUDA" in caplog.records[1].message
-
-
-def test_an_option_that_the_command_does_not_have(cli: CommandLine) -> None:
-    assert "unknown option --verbose" in cli.refused("env --verbose true")

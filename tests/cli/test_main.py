@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import pytest
 
 import hybrid_rlhf
-from hybrid_rlhf.cli import train
 from hybrid_rlhf.cli.main import COMMANDS
 from tests.support.commands import CommandLine
 from tests.support.runs import run_python
@@ -18,28 +14,12 @@ def test_help_lists_the_commands(cli: CommandLine) -> None:
     for line in ("", "-h", "--help"):
         out = cli(line).out
         assert all(f"\n  {name} " in out for name in (*COMMANDS, "--version"))
-
-
-def test_version(cli: CommandLine) -> None:
     assert cli("--version").out == f"hybrid-rlhf {hybrid_rlhf.__version__}\n"
 
 
-@pytest.mark.parametrize(("wrong", "nearest"), [("trian", "train"), ("rewards", "reward"), ("--sft", "sft")])
+@pytest.mark.parametrize(("wrong", "nearest"), [("trian", "train"), ("--sft", "sft")])
 def test_a_wrong_command_names_the_nearest(wrong: str, nearest: str, cli: CommandLine) -> None:
     assert cli.refused(wrong).startswith(f"error: unknown command '{wrong}': the nearest is {nearest};")
-
-
-def test_a_command_is_given_its_arguments_and_name(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
-    given: list[Any] = []
-
-    def pipeline(config_type: type, argv: Any, *, prog: str) -> None:
-        given.append((argv, prog))
-        sys.exit(0)
-
-    monkeypatch.setattr(train, "pipeline", pipeline)
-    for command in ("train", "plan"):
-        cli(f"{command} --steps sft")
-    assert given == [(["--steps", "sft"], f"hybrid-rlhf {command}") for command in ("train", "plan")]
 
 
 HELP = """
@@ -58,7 +38,7 @@ def test_the_help_of_a_command_loads_neither_pydantic_nor_torch_and_shows_its_na
     done = run_python(["-c", HELP])
     assert done.returncode == 0, done.stderr
     words = {"data": " SUBCOMMAND", "chat": " [PATH] [COMPARE]", "push": " [PATH] [REPO]", "completion": " [SHELL]"}
-    words |= {"board": " [FOLDERS]"}
+    words |= {"board": " [FOLDERS]", "port": " [SOURCE]"}
     words |= dict.fromkeys(("generate", "serve", "train-server", "evaluate", "export", "replay"), " [PATH]")
     for command in COMMANDS:
         assert f"usage: hybrid-rlhf {command}{words.get(command, '')} [--config FILE.yaml]" in done.stdout

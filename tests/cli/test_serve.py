@@ -17,9 +17,7 @@ from tests.support.commands import CommandLine
     [
         ("", "a model must be named"),
         ("m --port 70000", "port must be in [0, 65535], got 70000: lower it"),
-        ("m --max_batch_rows 0", "max_batch_rows must be 1 or more, got 0"),
         ("m --api_key '${SERVE_KEY_X}'", "SERVE_KEY_X is not set: export SERVE_KEY_X=..."),
-        ("m --sampling.temp 1", "unknown option --sampling.temp: the nearest is sampling.temperature"),
         ("m --sampling.n 2", "got n 2: leave it out"),
         ("m --host 256.1.1.1 --api_key k", "must be an address that is free here, got 256.1.1.1:8000"),
         ("m --host 0.0.0.0", "needs an api_key, got host 0.0.0.0 without one: give --api_key '${NAME}'"),

@@ -10,7 +10,7 @@ import pytest
 from hybrid_rlhf.cli.train import check_ranks
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import is_automatic, read_placement
+from hybrid_rlhf.configs.sections.placement import read_placement
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.placement import PlacedRoles, Placement, RolePlacement, resolve_placement
 from tests.support.errors import user_error
@@ -40,10 +40,6 @@ REFUSED: list[tuple[Any, ...]] = [
         {"actor": {"ranks": 1, "tensor_parallel": 2}},
         "placement.actor.tensor_parallel splits inference weights, which sampler and critic_copy have, got 2: leave",
     ),
-    (
-        {"judge": {"tensor_parallel": 2}},
-        "got 2: leave it out; zero 3, and for frozen models rollout.offload_frozen",
-    ),
     ({"sampler": {"ranks": 1, "zero": 3}}, "which ZeRO does not shard, got zero 3: give tensor_parallel"),
     ({"judge": {"ranks": 1, "zero": 2}}, r"ZeRO shards its weights \(3\) or nothing \(0\), got 2"),
     (
@@ -57,7 +53,6 @@ REFUSED: list[tuple[Any, ...]] = [
     ),
     ({"critic_copy": {"tensor_parallel": 1}}, "placement.critic_copy needs ranks, got none and no sampler's: give"),
     ({"critic_copy": {"ranks": "1-2"}}, "on ranks without the critic, got 1-2 of its too: name others, or leave"),
-    ({"critic_copy": {"ranks": 1, "zero": 3}}, "which ZeRO does not shard, got zero 3: give tensor_parallel"),
     (
         {"critic_copy": {"ranks": 1}},
         "placement.critic_copy must be a role of the step, which has actor, judge, sampler",
@@ -65,6 +60,7 @@ REFUSED: list[tuple[Any, ...]] = [
     ),
     ({"critic": {"ranks": 1}}, "critic.share_base needs the critic on the actor's ranks", {"shares_base": True}),
     ("separation", "placement separation needs 3 ranks for a tensor-parallel sampler .* got 4", {"tensor_parallel": 3}),
+    ("interleaving", "placement interleaving needs 2 ranks or more, got 1: start more, or give", {"ranks": 1}),
     ({"style": "auto", "actor": {"ranks": 0}}, "auto chooses the ranks of all roles, got placement.actor: leave"),
     (
         {"sampler": {"ranks": 1, "with_actor": True}},
@@ -73,16 +69,18 @@ REFUSED: list[tuple[Any, ...]] = [
 ]
 
 
+ZERO = {"actor": 3, "critic": 3, "reference": 3, "judge": 3}
+
+
+def resolved(given: dict[str, Any] | str, ranks: int = 8, **placed: Any) -> Placement:
+    return resolve_placement(read_placement(given), PlacedRoles(**{"zero": ZERO, **placed}), ranks=ranks)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_wrong_placement_is_one_line(case: tuple[Any, ...]) -> None:
     given, message, *more = case
     with user_error(message):
-        resolve_placement(read_placement(given), PlacedRoles(**{"zero": PPO} | dict(*more)), ranks=4)
-
-
-def test_a_style_needs_two_ranks() -> None:
-    with user_error("placement interleaving needs 2 ranks or more, got 1: start more, or give"):
-        resolve_placement(read_placement("interleaving"), PlacedRoles(PPO), ranks=1)
+        resolved(given, **{"ranks": 4, "zero": PPO} | dict(*more))
 
 
 def test_a_missing_host_is_found_before_the_first_step(tmp_path: Path) -> None:
@@ -102,6 +100,7 @@ def test_a_missing_host_is_found_before_the_first_step(tmp_path: Path) -> None:
     "given",
     [
         "auto",
+        {"style": "auto"},
         "interleaving",
         {"sampler": {"ranks": "4-7", "tensor_parallel": 2}, "judge": {"zero": 0}},
         {"style": "separation", "critic_copy": {"tensor_parallel": 2}},
@@ -113,19 +112,6 @@ def test_a_placement_is_saved_as_it_is_given(given: Any, tmp_path: Path) -> None
     save_config(config, tmp_path / "c.yaml")
     assert config.placement == read_placement(given)
     assert parse_config(RLConfig, ["--config", str(tmp_path / "c.yaml")]) == config
-
-
-def test_the_planner_is_named_as_a_style_too() -> None:
-    auto, other = (read_placement({"style": style}) for style in ("auto", "separation"))
-    assert auto == read_placement("auto") and is_automatic(auto)
-    assert not is_automatic(other) and not is_automatic(None)
-
-
-ZERO = {"actor": 3, "critic": 3, "reference": 3, "judge": 3}
-
-
-def resolved(given: dict[str, Any] | str, ranks: int = 8, **placed: Any) -> Placement:
-    return resolve_placement(read_placement(given), PlacedRoles(**{"zero": ZERO, **placed}), ranks=ranks)
 
 
 def test_a_copy_of_the_critic_computes_values_where_completions_are_sampled() -> None:

@@ -17,7 +17,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from tests.support.errors import refused
@@ -26,26 +26,11 @@ from tests.support.errors import refused
 @pytest.mark.parametrize(
     ("kind", "values", "error"),
     [
-        (SamplingParams, {"n": 0}, "n must be 1 or more, got 0: raise it, for example to 1"),
-        (SamplingParams, {"n": True}, "n must be int, got True: see --help"),
+        (SamplingParams, {"n": True}, "n must be int, got True: give for example 1"),
         (SamplingParams, {"top_p": 2}, "top_p must be in (0, 1], got 2: lower it, for example to 1.0"),
         (SamplingParams, {"logit_bias": {3: 101}}, "logit_bias must be in [-100, 100], got 101: lower it"),
-        (OptimizerConfig, {"lr": float("nan")}, "lr must be a finite number, got nan: give one, or leave it out"),
-        (OptimizerConfig, {"lr": -1}, "lr must be 0 or more, got -1: leave it out"),
-        (
-            OptimizerConfig,
-            {"weight_decay": None},
-            "weight_decay must be float, got null: give a value, or leave it out",
-        ),
         (OptimizerConfig, {"learning": 1}, "unknown key learning: "),
         (OptimizerConfig, {"shedule": "linear"}, "unknown key shedule: the nearest is schedule"),
-        (ZeroConfig, {"stage": 4}, "stage must be one of 0, 1, 2, 3, got 4: see --help"),
-        (
-            DataConfig,
-            {"sources": [{"path": "a", "weight": 0}]},
-            "sources: weight must be in (0, 1000], got 0: raise it",
-        ),
-        (DataConfig, {"sources": ["a", {"paht": "b"}]}, "sources: unknown key paht: the nearest is path"),
         (DataConfig, {"sources": ["a", 3]}, "sources must be list[str or DataSource], got 3: see --help"),
         (RewardComponentConfig, {"urls": "x"}, "urls: a URL is http://HOST:PORT/PATH or https, got x"),
         (RLConfig, {"algorithm": 3}, "algorithm must be AlgorithmConfig, got 3: see --help"),

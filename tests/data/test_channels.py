@@ -12,6 +12,7 @@ from hybrid_rlhf.data.chat.conversation import completion_text, encode_conversat
 from hybrid_rlhf.data.chat.reasoning import answer_of, text_decoder
 from hybrid_rlhf.data.chat.template import ChatTemplate, render
 from hybrid_rlhf.serving.text_stream import ReasoningSplit
+from tests.data.rows import learned
 from tests.support.messages import assistant, user
 from tests.support.templates import FAMILIES, tokenizer_of
 
@@ -55,9 +56,8 @@ def test_the_text_of_a_completion_is_a_turn_of_the_conversation() -> None:
         assert render(whole, TOKENIZER) == render(parts, TOKENIZER)
         assert encode_conversation(whole, TOKENIZER) == encode_conversation(parts, TOKENIZER)
     (row,) = encode_conversation([user("q"), assistant(said)], TOKENIZER)
-    learned = [token for token, has_loss in zip(row.input_ids, row.loss_mask, strict=True) if has_loss]
-    assert TOKENIZER.decode(learned) == f"{said}<|return|>", "as it was sampled"
-    assert row.input_ids[: -len(learned)] == encode_prompt([user("q")], TOKENIZER)
+    assert learned(row, TOKENIZER) == f"{said}<|return|>", "as it was sampled"
+    assert row.input_ids[: row.loss_mask.index(True)] == encode_prompt([user("q")], TOKENIZER)
     for text in (f"see {FINAL}", f"{FINAL}a{NEXT}{FINAL}b", ANALYSIS):
         assert text in render([user(text), assistant(text)], TOKENIZER), "no text of a completion"
 

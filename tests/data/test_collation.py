@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,17 +24,18 @@ def marked(ids: list[int]) -> st.SearchStrategy[tuple[list[int], list[bool]]]:
 @given(st.lists(st.none() | tokens.flatmap(marked), min_size=1, max_size=5))
 def test_collated_tokens_read_back(rows: list[tuple[list[int], list[bool]] | None]) -> None:
     batch = collate_tokens([row and {"input_ids": row[0], "loss_mask": row[1]} for row in rows], PAD)
-    width = max(len(row[0]) if row else 1 for row in rows)
-    for tensor in (batch.input_ids, batch.attention_mask, batch.loss_mask):
-        assert tensor.shape == (len(rows), width)
+    filled = [row or ([PAD], [False]) for row in rows]
+    width = max(len(ids) for ids, _ in filled)
+
+    def padded(lists: list[list[Any]], value: Any) -> list[list[Any]]:
+        return [values + [value] * (width - len(values)) for values in lists]
+
+    assert batch.input_ids.tolist() == padded([ids for ids, _ in filled], PAD)
+    assert batch.attention_mask.tolist() == padded([[True] * len(ids) for ids, _ in filled], False)
+    # the first token has no predecessor
+    assert batch.loss_mask.tolist() == padded([[False, *mask[1:]] for _, mask in filled], False)
     assert batch.input_ids.dtype is torch.long
     assert batch.attention_mask.dtype is batch.loss_mask.dtype is torch.bool
-    assert (batch.input_ids[~batch.attention_mask] == PAD).all() and not batch.loss_mask[~batch.attention_mask].any()
-    for index, row in enumerate(rows):
-        ids, loss = row or ([PAD], [False])
-        assert batch.attention_mask[index].tolist() == [place < len(ids) for place in range(width)]
-        assert batch.input_ids[index, : len(ids)].tolist() == ids
-        assert batch.loss_mask[index, : len(ids)].tolist() == [False, *loss[1:]], "the first token has no predecessor"
 
 
 def test_preferences_keep_each_completion_once_and_all_pairs() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -12,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.commands.data import FormatName, RankedAs
-from hybrid_rlhf.data.preparation.conversion.converting import CONVERSIONS, ConversionReport, checked, convert
+from hybrid_rlhf.data.preparation.conversion.converting import CONVERSIONS, checked, convert
 from hybrid_rlhf.data.preparation.conversion.dialogues import dialogue_pair
-from hybrid_rlhf.data.preparation.conversion.tool_calls import with_tool_calls
-from hybrid_rlhf.data.preparation.conversion.turns import query_row, sharegpt_row
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.formats import read_preference_row, read_sft_row
+from hybrid_rlhf.data.rows.formats import read_preference_row
 from hybrid_rlhf.data.rows.problems import RowProblems
-from hybrid_rlhf.data.rows.sources import open_source
+from tests.data.rows import Converted
 from tests.support.errors import user_error
 from tests.support.messages import assistant, user
 
@@ -27,21 +24,11 @@ Write = Callable[..., Path]
 DIALOGUE = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}
 
 
-def converted(
-    file: Path, *, ranked_as: RankedAs = "ranks", skip_bad: bool = False
-) -> tuple[list[Row], ConversionReport]:
-    """The rows of a converted file, and what was reported."""
-    output = file.with_suffix(".out.jsonl")
-    report = convert(str(file), output, format="auto", ranked_as=ranked_as, skip_bad=skip_bad)
-    rows = [row for _, row in open_source(str(output))] if output.exists() else []
-    return rows, report
-
-
-def test_continuations_of_a_dialogue_become_pairs(write_jsonl: Write) -> None:
+def test_continuations_of_a_dialogue_become_pairs(converted: Converted) -> None:
     """Dahoas/rm-static: the labels are in the column `prompt` only."""
     prompt = "\n\nHuman: What is a crumpet?\n\nAssistant: A kind of bread.\n\nHuman: Sweet?\n\nAssistant:"
     row = {"prompt": prompt, "response": " No.", "chosen": " No.", "rejected": " Yes.\n\nHuman: Yes?\n\nAssistant: No."}
-    rows, report = converted(write_jsonl([row]))
+    rows, report = converted([row])
     assert (report.format, report.written) == ("hh", 1)
     assert rows == [
         {
@@ -60,7 +47,7 @@ PAIR = {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistan
 
 
 @pytest.mark.parametrize("row", [ALPACA, SHAREGPT, OPENAI])
-def test_labels_and_rejected_answers_are_kept(row: Row, write_jsonl: Write) -> None:
+def test_labels_and_rejected_answers_are_kept(row: Row, converted: Converted) -> None:
     """As conversations for SFT, undesirable answers would be learned."""
     for columns, expected in (
         ({"kto_tag": False}, {**LABELLED, "label": False}),
@@ -70,163 +57,96 @@ def test_labels_and_rejected_answers_are_kept(row: Row, write_jsonl: Write) -> N
         ({"rejected_messages": [user("q"), assistant("b")]}, PAIR),
         ({"label": None, "rejected_response": None}, OPENAI),
     ):
-        rows, report = converted(write_jsonl([{**row, **columns}]))
-        assert (rows, report.problems.texts) == ([expected], [])
-    for columns, problem in (
-        ({"kto_tag": "maybe"}, "column 'kto_tag' must be true or false, got 'maybe'"),
-        ({"images": ["x.png"]}, "a row must be text, got column 'images'"),
-        ({"label": 1, "rejected_response": "b"}, "a label or a rejected answer, got label True"),
-    ):
-        rows, report = converted(write_jsonl([{**row, **columns}]), skip_bad=False)
-        assert len(report.problems.texts) == 1 and problem in report.problems.texts[0]
+        assert converted([{**row, **columns}])[0] == [expected]
+    (problem,) = converted([{**row, "kto_tag": "maybe"}])[1].problems.texts
+    assert "column 'kto_tag' must be true or false, got 'maybe'" in problem
 
 
-def test_helpsteer_and_nectar_become_ranked_answers_and_pairs(write_jsonl: Write) -> None:
+def test_helpsteer_and_nectar_become_ranked_answers_and_pairs(converted: Converted) -> None:
     rated = [
         {"prompt": "q", "response": text, "helpfulness": score, "correctness": 4}
         for text, score in (("a", 4), ("b", 1))
     ]
     several = "q\n<extra_id_1>Assistant\nr\n<extra_id_1>User\ns\n<extra_id_1>Assistant\n"
     ranked = {"prompt": [user("q")], "responses": [[assistant("a")], [assistant("b")]], "ranks": [1.0, 2.0]}
-    assert converted(write_jsonl(rated))[0] == [ranked]
+    assert converted(rated)[0] == [ranked]
     rated = [{**row, "prompt": several} for row in rated]
-    assert converted(write_jsonl(rated))[0] == [{**ranked, "prompt": [user("q"), assistant("r"), user("s")]}]
+    assert converted(rated)[0] == [{**ranked, "prompt": [user("q"), assistant("r"), user("s")]}]
     answers = [{"answer": "b", "rank": 2.0, "model": "m"}, {"answer": "a", "rank": 1.0, "model": "n"}]
     nectar = {"prompt": "\n\nHuman: q\n\nAssistant: ", "answers": answers, "turns": 1}
-    assert converted(write_jsonl([nectar]), ranked_as="pairs")[0] == [PAIR]
-    context = {"context": [user("q")], "domain": "code"}
-    preferred = [
-        {**context, "response1": "a", "response2": "b", "overall_preference": -2},
-        {**context, "response1": "b", "response2": "a", "overall_preference": 1},
-    ]
-    assert converted(write_jsonl(preferred))[0] == [PAIR, PAIR]
-    pairs = [{"prompt": "q", "response_1": "a", "response_2": "b", "preference_strength": -1}]
-    assert converted(write_jsonl(pairs))[0] == [PAIR]
-    equal = [{**context, "response1": "a", "response2": "b", "overall_preference": 0}]
-    assert "a pair needs a preference" in converted(write_jsonl(equal))[1].problems.texts[0]
+    assert converted([nectar], ranked_as="pairs")[0] == [PAIR]
+    equal = {"context": [user("q")], "response1": "a", "response2": "b", "overall_preference": 0}
+    assert "a pair needs a preference" in converted([equal])[1].problems.texts[0]
 
 
 @pytest.mark.parametrize("prompt", ["\n\nHuman: Sweet?", "Sweet?\n\nAssistant:", "Sweet?"])
-def test_a_prompt_that_the_assistant_does_not_answer_is_no_dialogue(write_jsonl: Write, prompt: str) -> None:
+def test_a_prompt_that_the_assistant_does_not_answer_is_no_dialogue(converted: Converted, prompt: str) -> None:
     with user_error("one of the formats hh, sharegpt.*got columns chosen, prompt, rejected"):
-        converted(write_jsonl([{"prompt": prompt, "chosen": "No.", "rejected": "Yes."}]))
-
-
-def test_sharegpt_turns_with_calls_become_messages(write_jsonl: Write) -> None:
-    tool = {"name": "weather", "description": "now", "parameters": {"type": "object", "properties": {}}}
-    call = {"name": "weather", "arguments": {"city": "Paris"}}
-    row = {
-        "conversations": [
-            {"from": "human", "value": "weather in Paris?"},
-            {"from": "function_call", "value": json.dumps(call)},
-            {"from": "observation", "value": '{"sky": "clear"}'},
-            {"from": "gpt", "value": "It is clear."},
-        ],
-        "system": "Be brief.",
-        "tools": json.dumps([tool]),
-    }
-    (found,), report = converted(write_jsonl([row]))
-    assert report.format == "sharegpt"
-    assert found["tools"] == [{"type": "function", "function": tool}]
-    assert [m["role"] for m in found["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
-    assert found["messages"][2]["tool_calls"] == [{"type": "function", "function": call}]
-    assert found["messages"][3] == {"role": "tool", "name": "weather", "content": '{"sky": "clear"}'}
+        converted([{"prompt": prompt, "chosen": "No.", "rejected": "Yes."}])
 
 
 @pytest.mark.parametrize(
-    ("first", "row", "problem"),
+    ("format", "row", "problem"),
     [
-        ({"instruction": "q", "output": "a"}, {"instruction": "q"}, "column 'output' must be text, got none"),
+        ("alpaca", {"instruction": "q"}, "column 'output' must be text, got none"),
         (
-            DIALOGUE,
+            "hh",
             {**DIALOGUE, "rejected": "\n\nHuman: x\n\nAssistant: c"},
             "columns 'chosen' and 'rejected' must begin with the same turn, the prompt, got 'a' and 'x'",
         ),
+        ("hh", {**DIALOGUE, "rejected": DIALOGUE["chosen"]}, "columns 'chosen' and 'rejected' must differ, both are "),
         (
-            DIALOGUE,
-            {**DIALOGUE, "rejected": DIALOGUE["chosen"]},
-            "columns 'chosen' and 'rejected' must differ, both are ",
-        ),
-        (
-            DIALOGUE,
-            {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: a\n\nAssistant: b"},
+            "hh",
+            {**DIALOGUE, "chosen": "\n\nHuman: a"},
             "column 'chosen' must have a turn after those that 'chosen' and 'rejected' share, got none",
         ),
         (
-            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            "ultrafeedback",
+            {"instruction": "q", "completions": []},
+            "column 'completions' must have completions, got none",
+        ),
+        (
+            "openai_comparisons",
+            {"info": {"article": "x"}, "summaries": [], "choice": 0},
+            "a comparison needs two summaries and a choice of 0 or 1, got 0",
+        ),
+        (
+            "sharegpt",
             {"conversations": [{"from": "gpt", "value": "a"}]},
             "column 'conversations' must have a turn of the user, got gpt",
         ),
     ],
 )
-def test_the_problem_of_a_row_names_its_own_column(write_jsonl: Write, first: Row, row: Row, problem: str) -> None:
+def test_the_problem_of_a_row_names_its_own_column(
+    converted: Converted, format: FormatName, row: Row, problem: str
+) -> None:
     """Messages named columns that the row cannot have ('prompt', 'chosen'), and a lone answer was accepted."""
-    file = write_jsonl([first, row])
-    _, report = converted(file)
-    assert report.problems.count == 1 and report.problems.texts[0].startswith(f"{file}:2: {problem}")
+    (text,) = converted([row], format=format)[1].problems.texts
+    assert f".jsonl:1: {problem}" in text
 
 
-def test_weights_of_turns_are_kept(write_jsonl: Write) -> None:
-    """ShareGPT data with weights became rows that are trained on whole."""
+def test_weights_and_other_keys_of_turns_are_kept(converted: Converted) -> None:
+    """ShareGPT data with weights became rows that are trained on whole, also with `train: false`, and reasoning was
+    lost."""
+    thought = {"reasoning_content": "because"}
     turns: list[dict[str, Any]] = [
-        {"from": "human", "value": "q", "weight": 0},
-        {"from": "gpt", "value": "a", "weight": 0},
+        {"from": "human", "value": "q", "weight": 0, "train": False},
+        {"from": "gpt", "value": "a", "weight": 0, **thought},
         {"from": "human", "value": "r", "weight": None},
-        {"from": "gpt", "value": "b", "weight": 1},
+        {"from": "gpt", "value": "b", "train": False},
+        {"from": "gpt", "value": "c", "weight": 1, "loss": True},
     ]
-    messages = [user("q"), {**assistant("a"), "weight": 0}, user("r"), assistant("b")]
-    assert converted(write_jsonl([{"conversations": turns}]))[0] == [{"messages": messages}]
-    assert converted(write_jsonl([{"messages": messages}]))[0] == [{"messages": messages}]
-    turns[1]["weight"] = 0.5
-    _, report = converted(write_jsonl([{"conversations": turns}]))
-    assert "the weight of a turn must be 0 or 1, got 0.5" in report.problems.texts[0]
-
-
-def test_all_keys_of_a_turn_of_sharegpt_are_kept(write_jsonl: Write) -> None:
-    """All keys but the weight were dropped: turns with `train: false` were learned, and their reasoning was lost."""
-    said = {"from": "gpt", "value": "a", "train": False, "reasoning_content": "because"}
-    turns = [{"from": "human", "value": "q", "train": False}, said, {"from": "gpt", "value": "b", "loss": True}]
-    first = {**assistant("a"), "weight": 0, "reasoning_content": "because"}
-    assert converted(write_jsonl([{"conversations": turns}]))[0] == [{"messages": [user("q"), first, assistant("b")]}]
-    messages = [user("q"), {**assistant("a"), "train": False}, assistant("b")]
-    assert converted(write_jsonl([{"messages": messages}]))[0][0]["messages"][1] == {**assistant("a"), "weight": 0}
-    said["train"] = "no"
-    _, report = converted(write_jsonl([{"conversations": turns}]))
-    assert "'train' must be true or false, got 'no'" in report.problems.texts[0]
-
-
-def test_pairs_of_sharegpt_alpaca_and_openai(write_jsonl: Write) -> None:
-    formats: dict[str, Row] = {
-        "sharegpt": {
-            "conversations": [{"from": "human", "value": "q"}],
-            "chosen": {"from": "gpt", "value": "a"},
-            "rejected": {"from": "gpt", "value": "b"},
-        },
-        "alpaca": {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
-        "openai_messages": {
-            "input": {"messages": [user("q")], "tools": [], "parallel_tool_calls": True},
-            "preferred_output": [assistant("a")],
-            "non_preferred_output": [assistant("b")],
-        },
-    }
-    for name, row in formats.items():
-        rows, report = converted(write_jsonl([row], f"{name}.jsonl"))
-        assert rows == [{"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}]
-        assert report.format == name
-
-
-def test_alpaca_rows_keep_history_and_input(tmp_path: Path) -> None:
-    rows = [
-        {"instruction": "Add.", "input": "1 and 2", "output": "3"},
-        {"instruction": "Again", "input": "", "output": "4", "system": "You add.", "history": [["1 and 1", "2"]]},
-    ]
-    file = tmp_path / "alpaca.json"  # as it is distributed: one list
-    file.write_text(json.dumps(rows))
-    found, report = converted(file)
-    assert report.format == "alpaca"
-    assert found[0]["messages"] == [user("Add.\n1 and 2"), assistant("3")]
-    history = [user("1 and 1"), assistant("2")]
-    assert found[1]["messages"] == [{"role": "system", "content": "You add."}, *history, user("Again"), assistant("4")]
+    first = {**assistant("a"), "weight": 0, **thought}
+    messages = [user("q"), first, user("r"), {**assistant("b"), "weight": 0}, assistant("c")]
+    marked = [{**turn, "train": False} if turn == assistant("b") else turn for turn in messages]
+    for row in ({"conversations": turns}, {"messages": messages}, {"messages": marked}):
+        assert converted([row])[0] == [{"messages": messages}]
+    for key, value, problem in (
+        ("weight", 0.5, "the weight of a turn must be 0 or 1, got 0.5"),
+        ("train", "no", "'train' must be true or false, got 'no'"),
+    ):
+        _, report = converted([{"conversations": [*turns[:4], turns[4] | {key: value}]}])
+        assert problem in report.problems.texts[0]
 
 
 def tree_message(name: str, parent: str | None, text: str, rank: int | None = None, **more: Any) -> Row:
@@ -240,14 +160,14 @@ TREE = [
     tree_message("p1", None, "question"),
     tree_message("a1", "p1", "better", 0),
     tree_message("a3", "p1", "spam", 2, deleted=True),
-    tree_message("p2", "a1", "and then?", None),
-    tree_message("a4", "p2", "this", None),
-    tree_message("p3", "a2", "why?", None),
-    tree_message("a5", "p3", "so", None),
+    tree_message("p2", "a1", "and then?"),
+    tree_message("a4", "p2", "this"),
+    tree_message("p3", "a2", "why?"),
+    tree_message("a5", "p3", "so"),
 ]
 
 
-def test_trees_become_ranked_answers_or_the_best_conversations(write_jsonl: Write) -> None:
+def test_trees_become_ranked_answers_or_the_best_conversations(converted: Converted, write_jsonl: Write) -> None:
     file = write_jsonl(TREE)
     rows, report = converted(file)
     assert (report.format, report.rows) == ("openassistant", len(TREE))
@@ -255,12 +175,11 @@ def test_trees_become_ranked_answers_or_the_best_conversations(write_jsonl: Writ
         {"prompt": [user("question")], "responses": [[assistant("better")], [assistant("worse")]], "ranks": [0.0, 1.0]}
     ]
     best = [user("question"), assistant("better"), user("and then?"), assistant("this")]
-    file.with_suffix(".out.jsonl").unlink()
     assert converted(file, ranked_as="messages")[0] == [{"messages": best}]
 
 
-def test_a_tree_in_one_row_is_the_same(write_jsonl: Write) -> None:
-    flat, _ = converted(write_jsonl(TREE, "flat.jsonl"))
+def test_a_tree_in_one_row_is_the_same(converted: Converted) -> None:
+    flat, _ = converted(TREE)
     by_parent: dict[str | None, list[Row]] = {}
     for message in TREE:
         by_parent.setdefault(message["parent_id"], []).append(message)
@@ -271,21 +190,21 @@ def test_a_tree_in_one_row_is_the_same(write_jsonl: Write) -> None:
 
     root = nested(by_parent[None][0])
     tree = {"message_tree_id": "p1", "tree_state": "ready_for_export", "prompt": root}
-    rows, report = converted(write_jsonl([tree], "nested.jsonl"))
+    rows, report = converted([tree])
     assert rows == flat and report.format == "openassistant"
 
 
-def test_a_row_with_a_bad_message_is_skipped_whole(write_jsonl: Write) -> None:
+def test_a_row_with_a_bad_message_is_skipped_whole(converted: Converted, write_jsonl: Write) -> None:
     """The ranked answers that precede the bad message in its tree were written."""
     answers = [tree_message(f"a9{rank}", "p9", f"answer {rank}", rank) for rank in range(2)]
     answers[1] |= {"replies": [tree_message("p9", "a91", "taken")]}
     tree = {"prompt": tree_message("p9", None, "another question") | {"replies": answers}}
     file = write_jsonl([tree, *TREE])
     assert converted(file)[1].problems.texts[0].startswith(f"{file}:1: a message has a 'message_id' of its own")
-    assert converted(file, skip_bad=True)[0] == converted(write_jsonl(TREE, "alone.jsonl"))[0]
+    assert converted(file, skip_bad=True)[0] == converted(TREE)[0]
 
 
-def test_a_message_outside_of_a_tree_is_a_problem(write_jsonl: Write) -> None:
+def test_a_message_outside_of_a_tree_is_a_problem(converted: Converted, write_jsonl: Write) -> None:
     circle = [tree_message("p8", "a8", "round"), tree_message("a8", "p8", "and round")]
     file = write_jsonl([*TREE, tree_message("a9", "gone", "lost", 0), *circle])
     rows, report = converted(file)
@@ -310,18 +229,20 @@ def feedback(text: str, score: Any = None, rating: str | None = None) -> Row:
             "ranks",
             {"prompt": [user("q")], "responses": [[assistant(t)] for t in "abc"], "ranks": [2.0, 1.0, 3.0]},
         ),
-        ("pairs", {"prompt": [user("q")], "chosen": [assistant("b")], "rejected": [assistant("c")]}),
+        ("pairs", {**PAIR, "chosen": [assistant("b")], "rejected": [assistant("c")]}),
         ("messages", {"messages": [user("q"), assistant("b")]}),
     ],
 )
-def test_scores_become_ranks_a_pair_or_a_conversation(ranked_as: RankedAs, row: Row, write_jsonl: Write) -> None:
+def test_scores_become_ranks_a_pair_or_a_conversation(
+    ranked_as: RankedAs, row: Row, converted: Converted, write_jsonl: Write
+) -> None:
     completions = [feedback("a", 6.5), feedback("b", 8.0), feedback("c", rating="2")]
     file = write_jsonl([{"source": "x", "instruction": "q", "completions": completions}])
     rows, report = converted(file, ranked_as=ranked_as)
     assert rows == [row] and report.format == "ultrafeedback"
 
 
-def test_equal_scores_and_missing_ones_are_problems(write_jsonl: Write) -> None:
+def test_equal_scores_and_missing_ones_are_problems(converted: Converted, write_jsonl: Write) -> None:
     equal = {"instruction": "q", "completions": [feedback("a", 7), feedback("b", 7)]}
     missing = {"instruction": "q", "completions": [feedback("a", 7), feedback("b", rating="N/A")]}
     file = write_jsonl([equal, missing])
@@ -330,62 +251,6 @@ def test_equal_scores_and_missing_ones_are_problems(write_jsonl: Write) -> None:
         assert rows == [] and report.problems.count == 2
         assert f"{file}:1: " in report.problems.texts[0] and "two different ranks" in report.problems.texts[0]
         assert report.problems.texts[1].startswith(f"{file}:2: completion 2 must have a score")
-
-
-def test_comparisons_of_summaries_and_answers(write_jsonl: Write) -> None:
-    summaries = {
-        "info": {"id": "t3", "post": "My cat sleeps.", "title": "Cat", "subreddit": "aww"},
-        "summaries": [{"text": " one", "policy": "sup2"}, {"text": " two", "policy": "ref"}],
-        "choice": 1,
-        "worker": "w",
-    }
-    (row,), report = converted(write_jsonl([summaries], "summaries.jsonl"))
-    assert report.format == "openai_comparisons"
-    assert row["prompt"] == [user("SUBREDDIT: r/aww\n\nTITLE: Cat\n\nPOST: My cat sleeps.\n\nTL;DR:")]
-    assert (row["chosen"], row["rejected"]) == ([assistant("two")], [assistant("one")])
-    answers = {"question": {"full_text": "q"}, "answer_0": "a", "answer_1": "b", "score_0": 0.5, "score_1": -0.5}
-    (row,), _ = converted(write_jsonl([answers], "answers.jsonl"))
-    assert (row["chosen"], row["rejected"]) == ([assistant("a")], [assistant("b")])
-
-
-CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
-
-
-@pytest.mark.parametrize(
-    "turn",
-    [
-        {"tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}]},
-        {"function_call": {"name": "look", "arguments": '{"at": "sky"}'}},
-        {"content": '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'},
-        {"content": "<tool_call>\n{'arguments': {'at': 'sky'}, 'name': 'look'}\n</tool_call>"},
-    ],
-    ids=["openai", "function_call", "hermes", "hermes with Python's quotes"],
-)
-@pytest.mark.parametrize("result", [{"role": "tool", "content": "blue"}, {"role": "function", "content": "blue"}])
-def test_calls_of_all_styles_become_one(turn: Row, result: Row, write_jsonl: Write) -> None:
-    row = {"messages": [user("sky?"), {"role": "assistant", **turn}, result, assistant("Blue.")]}
-    (found,), report = converted(write_jsonl([row]))
-    assert report.format == "openai_messages"
-    (call,) = found["messages"][1]["tool_calls"]
-    assert {key: call[key] for key in ("type", "function")} == CALL
-    assert "content" not in found["messages"][1] and "function_call" not in found["messages"][1]
-    assert found["messages"][2] == {"role": "tool", "name": "look", "content": "blue"}
-
-
-def test_several_calls_and_results_in_one_text() -> None:
-    calls = "".join(f'<tool_call>{{"name": "f{i}", "arguments": {{}}}}</tool_call>' for i in (1, 2))
-    results = "<tool_response>one</tool_response><tool_response>two</tool_response>"
-    turns = [assistant(f"Looking.\n{calls}"), {"role": "tool", "content": results}]
-    said, first, second = with_tool_calls("f:1", turns)
-    assert said["content"] == "Looking." and [c["function"]["name"] for c in said["tool_calls"]] == ["f1", "f2"]
-    assert (first["name"], first["content"], second["name"], second["content"]) == ("f1", "one", "f2", "two")
-
-
-def test_tools_that_the_system_prompt_lists_are_not_listed_twice(write_jsonl: Write) -> None:
-    system = {"from": "system", "value": "You may call <tools>[...]</tools>"}
-    turns = [system, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    (row,), _ = converted(write_jsonl([{"conversations": turns, "tools": '[{"name": "look"}]'}]))
-    assert "tools" not in row
 
 
 BAD = [
@@ -397,9 +262,8 @@ BAD = [
 ]
 
 
-def test_each_bad_row_is_a_problem_with_its_line(write_jsonl: Write) -> None:
-    good = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
-    file = write_jsonl([good, *(row for row, _ in BAD)])
+def test_each_bad_row_is_a_problem_with_its_line(converted: Converted, write_jsonl: Write) -> None:
+    file = write_jsonl([SHAREGPT, *(row for row, _ in BAD)])
     with file.open("a") as opened:
         opened.write("{broken\n")
     rows, report = converted(file)
@@ -445,45 +309,20 @@ def test_any_dialogue_is_read_back(earlier: list[tuple[str, str]], last: str, an
     assert record.completions == [[assistant(answer)] for answer in answers]
 
 
-@settings(deadline=None)
-@given(rounds, texts, texts)
-def test_any_conversation_is_read_back(earlier: list[tuple[str, str]], last: str, answer: str) -> None:
-    messages = [turn for asked, said in earlier for turn in (user(asked), assistant(said))]
-    messages += [user(last), assistant(answer)]
-    names = {"user": "human", "assistant": "gpt"}
-    shared = {"conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in messages]}
-    alpaca = {"instruction": last, "output": answer, "history": [list(each) for each in earlier]}
-    for row in (sharegpt_row("f:1", shared), query_row("f:1", alpaca)):
-        assert read_sft_row("f:1", row).messages == messages
-
-
 EXAMPLES: dict[FormatName, Row] = {
     "hh": DIALOGUE,
-    "sharegpt": {"conversations": [{"from": "human", "value": "q"}], "system": "s", "tools": "[]", "chosen": {}},
-    "alpaca": {"instruction": "q", "input": "i", "output": "a", "history": [["a", "b"]], "system": "s"},
+    "sharegpt": SHAREGPT | {"system": "s", "tools": "[]", "chosen": {}},
+    "alpaca": ALPACA | {"history": [["a", "b"]], "system": "s"},
     "ultrafeedback": {"instruction": "q", "completions": [feedback("a", 1), feedback("b", rating="2")]},
-    "openassistant": tree_message("p1", None, "q"),
+    "openassistant": TREE[1],
     "helpsteer2": {"prompt": "q", "response": "a", "helpfulness": 3},
     "helpsteer3": {"context": [user("q")], "response1": "a", "response2": "b", "overall_preference": -1},
     "nectar": {"prompt": "\n\nHuman: q\n\nAssistant: ", "answers": [{"answer": "a", "rank": 1.0}]},
     "openai_comparisons": {"info": {"article": "x"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 0},
-    "openai_messages": {"messages": [user("q"), assistant("a")], "tools": [], "input": {}, "preferred_output": []},
+    "openai_messages": OPENAI | {"tools": [], "input": {}, "preferred_output": []},
     "query": {"query": "q", "response": "a", "history": [["a", "b"]], "system_prompt": "s", "label": True},
 }
-KEYS = [
-    "role",
-    "content",
-    "from",
-    "value",
-    "tool_calls",
-    "function_call",
-    "tool_call",
-    "type",
-    "response",
-    "annotations",
-    "text",
-    "replies",
-]
+KEYS = "role content from value tool_calls function_call tool_call type response annotations text replies".split()
 anything = st.recursive(
     st.none()
     | st.booleans()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.sections.training import MicroBatches
-from hybrid_rlhf.data.loaders import BatchLoader, GlobalBatchSampler, shard_batch
-from hybrid_rlhf.data.row_views import RowSubset
+from hybrid_rlhf.data.loaders import BatchLoader, shard_batch
+from hybrid_rlhf.data.row_views import row_subset
 from tests.support.errors import refused
 
 quick = settings(max_examples=60, deadline=None)
@@ -77,7 +77,7 @@ def test_global_batches_do_not_depend_on_the_ranks(ranks: int) -> None:
     assert alone == together and len(alone) == 10
     assert alone[:5] != alone[5:], "a new order each epoch"
     assert all(len(step) == 4 for step in alone)
-    shares = [list(loader(rank, ranks, shuffle=False, drop_last=False).iterate(1)) for rank in range(ranks)]
+    shares = [list(loader(rank, ranks, in_order=True).iterate(1)) for rank in range(ranks)]
     assert sorted(i for share in shares for step in share for i in ids(step)) == list(range(23)), "of an evaluation"
 
 
@@ -95,14 +95,15 @@ def test_few_updates_are_named_with_the_batch_size_that_gives_more(rows: int, si
     assert loader(rows=rows, global_batch_size=size).few_updates_text() == text
 
 
-def sampler(rows: int, size: int, seed: int = 3, **options: bool) -> GlobalBatchSampler:
-    return GlobalBatchSampler(rows, global_batch_size=min(rows, size), seed=seed, **options)
+def sampler(rows: int, size: int, seed: int = 3, **options: bool) -> BatchLoader:
+    return loader(rows=rows, global_batch_size=min(rows, size), seed=seed, **options)
 
 
+@quick
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 3), st.integers(0, 12))
 def test_upcoming_rows_are_those_of_the_next_batches(rows: int, size: int, done: int, batches: int) -> None:
     order = sampler(rows, size)
-    coming = order.iterate()
+    coming = order.row_batches()
     for _ in range(done):
         next(coming)
     before = order.state_dict()
@@ -113,7 +114,7 @@ def test_upcoming_rows_are_those_of_the_next_batches(rows: int, size: int, done:
 
 def test_a_row_subset_has_rows_and_columns_of_the_data() -> None:
     data = datasets.Dataset.from_dict({"length": [3, 4, 5], "name": ["a", "b", "c"]})
-    subset = RowSubset(data, [2, 0])
+    subset = row_subset(data, [2, 0])
     assert subset.column_names == ["length", "name"] and len(subset) == 2
     assert subset["length"] == [5, 3] and subset[0] == {"length": 5, "name": "c"}
 
@@ -150,11 +151,11 @@ def test_sharding_by_hand() -> None:
 @quick
 @given(rows=st.integers(1, 40), size=st.integers(1, 12), seed=st.integers(0, 5), stop=st.integers(0, 30))
 def test_any_position_is_restored_exactly(rows: int, size: int, seed: int, stop: int) -> None:
-    whole = list(sampler(rows, size, seed).iterate(3))
+    whole = list(sampler(rows, size, seed).row_batches(3))
     first, second = sampler(rows, size, seed), sampler(rows, size, seed)
-    list(islice(first.iterate(3), stop))
+    list(islice(first.row_batches(3), stop))
     second.load_state_dict(first.state_dict())
-    assert list(second.iterate(3)) == whole[stop:]
+    assert list(second.row_batches(3)) == whole[stop:]
 
 
 @quick
@@ -162,24 +163,22 @@ def test_any_position_is_restored_exactly(rows: int, size: int, seed: int, stop:
 def test_an_epoch_sees_no_row_twice(rows: int, size: int, seed: int) -> None:
     size = min(rows, size)
     batches = sampler(rows, size, seed)
-    seen = [row for batch in batches.iterate(1) for row in batch]
+    seen = [row for batch in batches.row_batches(1) for row in batch]
     assert len(seen) == len(set(seen)) == rows // size * size == batches.steps_per_epoch * size
-    kept = sampler(rows, size, seed, drop_last=False)
-    assert sorted(row for batch in kept.iterate(1) for row in batch) == list(range(rows))
+    kept = sampler(rows, size, seed, in_order=True)
+    assert [row for batch in kept.row_batches(1) for row in batch] == list(range(rows))
     assert kept.steps_per_epoch == -(-rows // size)
 
 
 def test_the_order_depends_on_the_seed_and_is_endless_by_default() -> None:
     def order(seed: int) -> list[list[int]]:
-        return list(islice(sampler(16, 4, seed).iterate(), 25))
+        return list(islice(sampler(16, 4, seed).row_batches(), 25))
 
     assert order(0) == order(0) != order(1)
     assert len(order(0)) == 25
-    plain = sampler(6, 4, shuffle=False, drop_last=False)
-    assert list(plain.iterate(1)) == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_too_few_rows_are_rejected_only_with_drop_last() -> None:
-    error = refused(GlobalBatchSampler, 5, global_batch_size=8, seed=0)
+def test_too_few_rows_are_rejected_unless_all_are_taken() -> None:
+    error = refused(loader, rows=5, global_batch_size=8)
     assert "8 rows, got 5: add rows or reduce train.global_batch_size to 5" in error
-    assert GlobalBatchSampler(5, global_batch_size=8, seed=0, drop_last=False).steps_per_epoch == 1
+    assert loader(rows=5, global_batch_size=8, in_order=True).steps_per_epoch == 1

@@ -7,7 +7,6 @@ import csv
 import datetime
 import json
 import tempfile
-from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.data.preparation.conversion.converting import convert
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_sft_row
 from hybrid_rlhf.data.rows.sources import open_source
@@ -63,12 +61,6 @@ ROWS = st.lists(
 )
 
 
-def as_json(rows: list[Row], table: datasets.Dataset, folder: Path) -> str:
-    file = folder / "rows.json"
-    file.write_text(json.dumps(rows))
-    return str(file)
-
-
 def table_of(rows: list[Row]) -> datasets.Dataset:
     """With null for missing columns, since `from_list` has only the columns of the first row."""
     columns = {name: None for row in rows for name in row}
@@ -78,41 +70,18 @@ def table_of(rows: list[Row]) -> datasets.Dataset:
         reject()
 
 
-def as_arrow(rows: list[Row], table: datasets.Dataset, folder: Path) -> str:
-    """A stream, as `datasets` writes it."""
-    file = str(folder / "rows.arrow")
+def sources_of(rows: list[Row], folder: Path) -> dict[str, str]:
+    """The rows in every format; a stream of Arrow and a folder as `datasets` writes them."""
+    table = table_of(rows)
     content = table.data.table
-    with pyarrow.ipc.new_stream(file, content.schema) as writer:
+    (folder / "rows.json").write_text(json.dumps(rows))
+    with pyarrow.ipc.new_stream(folder / "rows.arrow", content.schema) as writer:
         writer.write_table(content)
-    return file
-
-
-def as_parquet(rows: list[Row], table: datasets.Dataset, folder: Path) -> str:
-    pyarrow.parquet.write_table(table.data.table, folder / "rows.parquet")
-    return str(folder / "rows.parquet")
-
-
-def as_folder(rows: list[Row], table: datasets.Dataset, folder: Path) -> str:
+    pyarrow.parquet.write_table(content, folder / "rows.parquet")
     table.save_to_disk(folder / "saved")
-    return str(folder / "saved")
-
-
-def in_memory(rows: list[Row], table: datasets.Dataset, folder: Path) -> str:
-    return str(_sources(table, str(folder / "cache"))[0])
-
-
-def in_lists(rows: list[Row], table: datasets.Dataset, folder: Path) -> str:
-    return str(_sources(rows, str(folder / "cache"))[0])
-
-
-FORMATS: dict[str, Callable[[list[Row], datasets.Dataset, Path], str]] = {
-    "json": as_json,
-    "arrow": as_arrow,
-    "parquet": as_parquet,
-    "Dataset": in_memory,
-    "dicts": in_lists,
-}
-"""With a folder of `datasets`, which takes longest to write, in a test with fewer examples."""
+    written = {name: str(folder / name) for name in ("rows.json", "rows.arrow", "rows.parquet", "saved")}
+    in_memory = {"Dataset": table, "dicts": rows}
+    return written | {kind: str(_sources(data, str(folder / "cache"))[0]) for kind, data in in_memory.items()}
 
 
 def rows_of(source: str) -> str:
@@ -125,33 +94,13 @@ def as_lines(rows: list[Row], folder: Path) -> str:
     return str(folder / "rows.jsonl")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(rows=ROWS)
 def test_the_same_rows_are_the_same_in_every_format(rows: list[Row]) -> None:
     with tempfile.TemporaryDirectory() as name:
         expected = rows_of(as_lines(rows, Path(name)))
-        table = table_of(rows)
-        for kind, write in FORMATS.items():
-            assert rows_of(write(rows, table, Path(name))) == expected, kind
-
-
-@settings(max_examples=20, deadline=None)
-@given(rows=ROWS)
-def test_a_folder_and_converted_files_have_the_same_rows(rows: list[Row]) -> None:
-    """What `data convert` writes is equal, whatever it has read."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        lines = as_lines(rows, folder)
-        table = table_of(rows)
-        saved = as_folder(rows, table, folder)
-        assert rows_of(saved) == rows_of(lines)
-        converted = []
-        for source in (lines, saved, *(write(rows, table, folder) for write in FORMATS.values())):
-            output = folder / "converted.jsonl"
-            convert(source, output, format="openai_messages", ranked_as="pairs", skip_bad=False)
-            converted.append(rows_of(str(output)))
-            output.unlink()
-        assert converted == [converted[0]] * len(converted)
+        for kind, source in sources_of(rows, Path(name)).items():
+            assert rows_of(source) == expected, kind
 
 
 def test_every_type_of_arrow_has_its_value(tmp_path: Path) -> None:
@@ -162,7 +111,6 @@ def test_every_type_of_arrow_has_its_value(tmp_path: Path) -> None:
         "json": (json_values, [{"a": [1, None]}, None, "text"]),
         "map": (maps, [{"k": 1}, None, {}]),
         "dictionary": (pyarrow.array(["a", None, "a"]).dictionary_encode(), ["a", None, "a"]),
-        "large": (pyarrow.array(["a", None, "b"], pyarrow.large_string()), ["a", None, "b"]),
         "decimal": (
             pyarrow.array([Decimal("0.5"), None, Decimal("2.00")], pyarrow.decimal128(9, 2)),
             [0.5, None, 2.0],
@@ -235,13 +183,7 @@ def test_messages_may_be_json_text(tmp_path: Path) -> None:
                 read_preference_row("f:1", row)
 
 
-@pytest.mark.parametrize("tools", [['{"name": "f"}'], '{"name": "f"}', {"name": "f"}, '[{"name": "f"}]'])
-def test_tools_may_be_text(tools: Any) -> None:
-    row = {"prompt": "q", "completion": "a", "tools": tools}
-    assert read_sft_row("f:1", row).tools == [{"name": "f"}]
-
-
-@pytest.mark.parametrize("text", ['[{"text": "a"}]', '[\n{"text": "a"}\n]', "[]"])
+@pytest.mark.parametrize("text", ['[{"text": "a"}]', "[\n{}\n]"])
 def test_a_list_in_a_jsonl_file_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text(text)
     with user_error("r.jsonl:1: .* fix the line, or rename the file to .json if it is one list"):

@@ -20,7 +20,7 @@ from hybrid_rlhf.data.chat.conversation import encode_segments
 from hybrid_rlhf.data.chat.messages import is_learned, read_message
 from hybrid_rlhf.data.encoding import encode_sft_row
 from hybrid_rlhf.data.preparation.checking import check_source
-from hybrid_rlhf.data.preparation.conversion.converting import CONVERSIONS, ConversionReport, convert
+from hybrid_rlhf.data.preparation.conversion.converting import CONVERSIONS
 from hybrid_rlhf.data.preparation.splitting import prompt_key
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import (
@@ -31,7 +31,7 @@ from hybrid_rlhf.data.rows.formats import (
     read_stepwise_row,
 )
 from hybrid_rlhf.data.rows.problems import RowProblems
-from hybrid_rlhf.data.rows.sources import open_source
+from tests.data.rows import Converted, learned
 from tests.support.errors import refused, user_error
 from tests.support.messages import assistant, user
 from tests.support.tiny import tiny_tokenizer
@@ -99,6 +99,49 @@ CONVERTED: list[tuple[str, FormatName, Row, Row]] = [
     ("alpaca with an input alone", "alpaca", {"instruction": "", "input": "q", "output": "a"}, {"messages": CHAT}),
     ("alpaca with two answers", "alpaca", {"instruction": "q", "input": "", **RANKED}, PAIR),
     (
+        "preferences of OpenAI",
+        "openai_messages",
+        {
+            "input": {"messages": CHAT[:1], "tools": [], "parallel_tool_calls": True},
+            "preferred_output": PAIR["chosen"],
+            "non_preferred_output": PAIR["rejected"],
+        },
+        PAIR,
+    ),
+    *(
+        (
+            f"calls as {style}",
+            "openai_messages",
+            {"messages": [user("q"), {"role": "assistant", **turn}, {**result, "content": "10"}, CHAT[1]]},
+            {"messages": [user("q"), called("Oslo"), {"role": "tool", "name": "aqi", "content": "10"}, CHAT[1]]},
+        )
+        for style, turn, result in (
+            ("function_call", {"function_call": json.loads(CALLS[0])}, {"role": "function"}),
+            ("text in JSON", {"content": f"<tool_call>\n{CALLS[0]}\n</tool_call>"}, {"role": "tool"}),
+            ("text in Python", {"content": f"<tool_call>{json.loads(CALLS[0])}</tool_call>"}, {"role": "tool"}),
+        )
+    ),
+    (
+        "several calls and results in one text",
+        "openai_messages",
+        {
+            "messages": [
+                user("q"),
+                assistant("Look.\n" + "".join(f"<tool_call>{call}</tool_call>" for call in CALLS)),
+                {"role": "tool", "content": "<tool_response>1</tool_response><tool_response>2</tool_response>"},
+                CHAT[1],
+            ]
+        },
+        {
+            "messages": [
+                user("q"),
+                called(*CITIES, content="Look."),
+                *({"role": "tool", "name": "aqi", "content": text} for text in "12"),
+                CHAT[1],
+            ]
+        },
+    ),
+    (
         "alpaca for KTO",
         "alpaca",
         {"instruction": "q", "output": "a", "system": "s", "kto_tag": False},
@@ -137,6 +180,12 @@ CONVERTED: list[tuple[str, FormatName, Row, Row]] = [
         SYSTEM_PAIR,
     ),
     ("messages of sharegpt", "sharegpt", {"messages": SHARED}, {"messages": CHAT}),
+    (
+        "tools that the system prompt lists",
+        "sharegpt",
+        {"conversations": SHARED, "system": "<tools>[...]</tools>", "tools": json.dumps([SCHEMA])},
+        {"messages": [{"role": "system", "content": "<tools>[...]</tools>"}, *CHAT]},
+    ),
     # ms-swift, docs/source_en/Customization/Custom-dataset.md and Instruction/Agent-support.md
     (
         "query and response",
@@ -144,7 +193,6 @@ CONVERTED: list[tuple[str, FormatName, Row, Row]] = [
         {"system": "s", "query": "q", "response": "a", "history": [["p", "o"]]},
         {"messages": LONG},
     ),
-    ("problem and solution", "query", {"problem": "q", "solution": "a"}, {"messages": CHAT}),
     ("query beside other names", "query", {"query": "q", "response": "a", "answer": "7"}, {"messages": CHAT}),
     (
         "query with a rejected answer",
@@ -228,22 +276,26 @@ CONVERTED: list[tuple[str, FormatName, Row, Row]] = [
         {"instruction": "p", "input": "q", "response": "a"},
         {"messages": [user("p\nq"), CHAT[1]]},
     ),
-    ("oasst", "query", {"INSTRUCTION": "q", "RESPONSE": "a"}, {"messages": CHAT}),
+    *(
+        (f"{asked} and {said}", "query", {asked: "q", said: "a"}, {"messages": CHAT})
+        for asked, said in (("problem", "solution"), ("INSTRUCTION", "RESPONSE"), ("prompt", "generation"))
+    ),
     (
         "load_open_orca",
         "query",
         {"system_prompt": "s", "question": "q", "response": "a"},
         {"messages": [SYSTEM, *CHAT]},
     ),
-    ("metharme", "query", {"prompt": "q", "generation": "a"}, {"messages": CHAT}),
     (
         "chatml.argilla",
         "query",
         {"system": "s", "instruction": "q", "chosen_response": "a", "rejected_response": "b"},
         SYSTEM_PAIR,
     ),
-    ("chatml.icr", "query", {"system": "s", "input": "q", **RANKED}, SYSTEM_PAIR),
-    ("chatml.intel", "query", {"system": "s", "question": "q", **RANKED}, SYSTEM_PAIR),
+    *(
+        (f"{asked} with two answers", "query", {"system": "s", asked: "q", **RANKED}, SYSTEM_PAIR)
+        for asked in ("input", "question")
+    ),
     ("chatml.prompt_pairs", "openai_messages", {"system": "s", "prompt": "q", **RANKED}, {**SYSTEM_PAIR, **RANKED}),
     (
         "chatml.ultra",
@@ -269,24 +321,44 @@ CONVERTED: list[tuple[str, FormatName, Row, Row]] = [
         {"system": "s", "prompt": "q", "completion": "a", "label": False},
         {**LABELLED, "completion": "a"},
     ),
+    # HelpSteer2 and 3, and the comparisons of OpenAI
+    *(
+        ("helpsteer3", "helpsteer3", {"context": [user("q")], **answers}, PAIR)
+        for answers in (
+            {"response1": "a", "response2": "b", "overall_preference": -2},
+            {"response1": "b", "response2": "a", "overall_preference": 1},
+        )
+    ),
+    (
+        "helpsteer2",
+        "helpsteer2",
+        {"prompt": "q", "response_1": "a", "response_2": "b", "preference_strength": -1},
+        PAIR,
+    ),
+    (
+        "answers of WebGPT",
+        "openai_comparisons",
+        {"question": {"full_text": "q"}, "answer_0": "a", "answer_1": "b", "score_0": 0.5, "score_1": -0.5},
+        PAIR,
+    ),
+    (
+        "summaries",
+        "openai_comparisons",
+        {
+            "info": {"id": "t3", "post": "p", "title": "t", "subreddit": "s"},
+            "summaries": [{"text": " b"}, {"text": " a", "policy": "ref"}],
+            "choice": 1,
+        },
+        {**PAIR, "prompt": [user("SUBREDDIT: r/s\n\nTITLE: t\n\nPOST: p\n\nTL;DR:")]},
+    ),
 ]
-
-
-def converted(file: Path, **more: Any) -> tuple[list[Row], ConversionReport]:
-    """The rows of a converted file, and what was reported."""
-    output = file.with_suffix(".out.jsonl")
-    settings = {"format": "auto", "ranked_as": "ranks", "skip_bad": False} | more
-    source = settings.pop("source", str(file))
-    report = convert(source, output, **settings)
-    rows = [row for _, row in open_source(str(output))] if output.exists() else []
-    return rows, report
 
 
 @pytest.mark.parametrize(("name", "format", "row", "expected"), CONVERTED, ids=[name for name, *_ in CONVERTED])
 def test_a_documented_format_is_converted(
-    name: str, format: FormatName, row: Row, expected: Row, write_jsonl: Write
+    name: str, format: FormatName, row: Row, expected: Row, converted: Converted
 ) -> None:
-    (found,), report = converted(write_jsonl([row]))
+    (found,), report = converted([row])
     assert (report.format, found) == (format, expected)
     assert set(report.unread) == ({"answer"} if name == "query beside other names" else set())
 
@@ -296,9 +368,7 @@ def test_a_documented_format_is_converted(
     [
         ({"query": "q", "answer": "a", "solution": "b"}, "one question and one answer, got columns answer, solution"),
         ({"query": "q", "response": "a", "videos": ["x.mp4"]}, "a row must be text, got column 'videos'"),
-        ({"messages": CHAT, "rejected_images": ["x.png"]}, "a row must be text, got column 'rejected_images'"),
         ({"messages": CHAT, "rejected_tools": TOOLS}, "all rows are rendered alike, got column 'rejected_tools'"),
-        ({"messages": CHAT, "chat_template_kwargs": {"x": 1}}, "rendered alike, got column 'chat_template_kwargs'"),
         ({"conversations": [{"from": "system", "value": "t"}, *SHARED], "system": "s"}, "has one system prompt"),
         ({"query": "q", "response": "a", "system": "s", "system_prompt": "t"}, "columns system and system_prompt"),
         ({"messages": [user("q"), {**CHAT[1], "loss": False}, SWIFT_CALLS[0]]}, "another mark of loss on its calls"),
@@ -319,7 +389,9 @@ def test_a_documented_format_is_converted(
         ({"conversations": [{"from": "human", "value": "q", "content": "r"}, SHARED[1]]}, "must have 'from' and"),
     ],
 )
-def test_what_a_conversion_would_lose_is_a_problem(row: Row, problem: str, write_jsonl: Write) -> None:
+def test_what_a_conversion_would_lose_is_a_problem(
+    row: Row, problem: str, converted: Converted, write_jsonl: Write
+) -> None:
     """Each of these was written without one of its texts, or with the texts in another order."""
     file = write_jsonl([row])
     _, report = converted(file)
@@ -372,9 +444,9 @@ def test_every_text_of_a_conversation_is_converted_once_in_order_or_is_a_problem
         ]
         expected = [text for turn in turns for text in _texts(turn)]
         assert re.findall(r"t\d\d", "".join(parts)) == expected
-        learned = [part for turn, part in zip(found["messages"], parts, strict=True) if is_learned(turn)]
+        with_loss = [part for turn, part in zip(found["messages"], parts, strict=True) if is_learned(turn)]
         unlearned = {text for turn in turns if turn.get("loss") is False for text in _texts(turn)}
-        assert not unlearned & set(re.findall(r"t\d\d", "".join(learned)))
+        assert not unlearned & set(re.findall(r"t\d\d", "".join(with_loss)))
     assert all(text.startswith("f:1: ") for text in problems.texts)
 
 
@@ -384,17 +456,17 @@ def _texts(turn: Row) -> list[str]:
     return re.findall(r"t\d\d", json.dumps([turn.get(key) for key in keys]))
 
 
-def test_columns_that_a_format_does_not_have_are_counted(write_jsonl: Write) -> None:
+def test_columns_that_a_format_does_not_have_are_counted(converted: Converted) -> None:
     rows: list[Row] = [
         {"instruction": "q", "input": "", "output": "a", "reflection": "x", "label": "good", "id": ""},
         {"instruction": "q", "input": "", "output": "a", "reflection": "y"},
         {"instruction": "q", "reflection": "not converted"},
     ]
-    _, report = converted(write_jsonl(rows), skip_bad=True)
+    _, report = converted(rows, skip_bad=True)
     assert report.unread == {"reflection": 2, "label": 1}
 
 
-def test_other_names_of_columns_and_turns_are_given(write_jsonl: Write) -> None:
+def test_other_names_of_columns_and_turns_are_given(converted: Converted, write_jsonl: Write) -> None:
     """The columns and tags of LLaMA-Factory's dataset_info.json, axolotl's message_property_mappings and roles."""
     turns = [{"speaker": "Client", "text": "q"}, {"speaker": "Agent", "text": "a"}]
     tags = {"from": "speaker", "value": "text", "human": "Client", "gpt": "Agent"}
@@ -464,10 +536,10 @@ def test_segments_are_tokenised_apart_and_carry_their_own_loss(write_jsonl: Writ
     segments = [("Hello ", False), ("there", True), (" you", False), ("!<|im_end|>", True)]
     row = {"segments": [{"text": text, "label": label} for text, label in segments]}
     (encoded,) = encode_sft_row("f:1", row, tokenizer, 100)
-    learned = [token for token, has_loss in zip(encoded["input_ids"], encoded["loss_mask"], strict=True) if has_loss]
     assert tokenizer.decode(encoded["input_ids"]) == "Hello there you!<|im_end|>"
-    assert tokenizer.decode(learned) == "there!<|im_end|>"
-    assert encode_segments(segments, tokenizer).input_ids == encoded["input_ids"]
+    apart = encode_segments(segments, tokenizer)
+    assert (encoded["input_ids"], encoded["loss_mask"]) == (apart.input_ids, apart.loss_mask)
+    assert learned(apart, tokenizer) == "there!<|im_end|>"
     report = check_source(str(write_jsonl([row])), tokenizer=tokenizer)
     assert (report.task, dict(report.forms), report.problems.count) == ("sft", {"segments": 1}, 0)
     assert prompt_key("f:1", row) == "Hello there you!<|im_end|>"

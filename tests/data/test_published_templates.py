@@ -211,39 +211,28 @@ def check_pairs(name: str, kind: str, row: Row) -> None:
         assert mask == labelled["masks"][0] or response is not chosen["responses"][0]
 
 
-def sized(
-    check: Callable[[str, str, Row], None], names: Collection[str], count: int, *, usual: bool
-) -> Callable[[], None]:
+@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    ("check", "names"),
+    [
+        (check_conservation, published_templates()),
+        (check_tokens, published_templates()),
+        (check_loss, RENDERERS),
+        (check_pairs, published_templates()),
+    ],
+)
+def test_nothing_of_a_row_is_lost(check: Callable[[str, str, Row], None], names: Collection[str], count: int) -> None:
+    """Refused or counted, it may be."""
     # `make test` has the same examples each time, `make faults` others.
     is_fixed = count == 200
+    usual = check is not check_conservation
 
     @settings(max_examples=count, derandomize=is_fixed, deadline=None, suppress_health_check=list(HealthCheck))
     @given(name=st.sampled_from(sorted(names)), kind=st.sampled_from(KINDS), row=conversations(usual=usual))
     def run(name: str, kind: str, row: Row) -> None:
         check(name, kind, row)
 
-    return run
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.faults)])
-def test_nothing_of_a_row_is_lost(count: int) -> None:
-    """Refused or counted, it may be."""
-    sized(check_conservation, published_templates(), count, usual=False)()
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.faults)])
-def test_tokens_are_those_of_transformers(count: int) -> None:
-    sized(check_tokens, published_templates(), count, usual=True)()
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.faults)])
-def test_the_loss_is_where_renderers_have_it(count: int) -> None:
-    sized(check_loss, RENDERERS, count, usual=True)()
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.faults)])
-def test_answers_of_pairs_stand_behind_their_prompt(count: int) -> None:
-    sized(check_pairs, published_templates(), count, usual=True)()
+    run()
 
 
 def test_the_answer_in_the_text_of_a_completion_is_its_content() -> None:

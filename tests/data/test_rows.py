@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.data.preparation.conversion.converting import convert
 from hybrid_rlhf.data.rows.formats import (
     read_labelled_row,
     read_preference_row,
@@ -95,7 +94,6 @@ BAD_ROWS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
     read_sft_row: [
         ({}, f"{SFT_FORMATS}, got columns none"),
         ({"conversations": [{"from": "human", "value": "q"}]}, "got the format sharegpt: convert it with"),
-        ({"prompt": "q"}, f"{SFT_FORMATS}, got columns prompt"),
         ({"messages": [USER]}, "assistant turn, got none"),
         ({"messages": []}, "column 'messages' .* got an empty list"),
         ({"messages": [{"role": "user"}]}, "column 'messages': .* 'content', got {'role': 'user'}"),
@@ -107,10 +105,9 @@ BAD_ROWS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
             {"prompt": "q", "completion": [{"role": "assistant", "content": 3}]},
             "column 'completion': the content of a message .* got 3",
         ),
-        ({"prompt": "q", "completion": ""}, "column 'completion' must not be empty, got ''"),
+        ({"prompt": "q", "completion": " \n"}, r"column 'completion' must not be empty, got ' \\n'"),
         ({"prompt": 3, "completion": "a"}, "column 'prompt' .* got int"),
         ({"text": 3}, "column 'text' must be text, got int"),
-        ({"text": " \n"}, r"column 'text' must not be empty, got ' \\n'"),
         ({"messages": [USER, {**ANSWER, "weight": True}]}, "column 'messages': the weight .* 0 or 1, got True"),
         ({"messages": [{**USER, "weight": 0}, ANSWER]}, "only assistant turns have a weight, got 0 .* user"),
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, "turn of weight 1, got weight 0 for each"),
@@ -118,7 +115,6 @@ BAD_ROWS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
             {"messages": [USER, ANSWER], "label": False},
             "for SFT must have no label of its answer, got column 'label' False",
         ),
-        ({"prompt": "q", "completion": "a", "label": 0}, "no label of its answer, got column 'label' 0"),
         ({"messages": [USER, ANSWER], "rejected_response": "b"}, "no rejected answer, got column 'rejected_response'"),
         ({"messages": [USER, ANSWER], "images": ["a.png"]}, r"must be text, got column 'images' with \['a.png'\]"),
     ],
@@ -127,8 +123,7 @@ BAD_ROWS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"prompt": "q", "chosen": "a"}, f"{PAIR_FORMATS}, got columns chosen, prompt"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' must differ, both are 'a'"),
         ({"prompt": "q", "chosen": "a", "rejected": 3}, "column 'rejected' .* got int"),
-        ({"chosen": "a b", "rejected": "a c"}, "with text need a prompt, got none: add it, convert"),
-        ({"chosen": [USER, ANSWER], "rejected": "c"}, "with text need a prompt, got none"),
+        ({"chosen": [USER, ANSWER], "rejected": "c"}, "with text need a prompt, got none: add it, convert"),
         ({**GOOD, "margin": "1"}, "column 'margin' .* number, got '1'"),
         ({**GOOD, "margin": True}, "column 'margin' .* number, got True"),
         ({"chosen": [USER], "rejected": [USER, ANSWER]}, "'chosen' .* assistant turn, got nothing"),
@@ -169,12 +164,6 @@ def test_an_invalid_row_is_named_by_file_line_and_column(
             "remove the column",
         )
     )
-
-
-def test_an_implicit_prompt_is_the_shared_prefix() -> None:
-    shared = [USER, assistant("first"), user("and?")]
-    record = read_preference_row("f:1", {"chosen": [*shared, ANSWER], "rejected": [*shared, OTHER]})
-    assert (record.prompt, record.completions) == (shared, [[ANSWER], [OTHER]])
 
 
 def test_a_prompt_column_takes_precedence_over_messages() -> None:
@@ -247,14 +236,11 @@ def test_a_completion_that_may_repeat_the_prompt_is_refused(completion: list[dic
         read_sft_row("f:1", {"prompt": [SYSTEM, USER], "completion": [{**SYSTEM, "content": "x"}, USER, ANSWER]})
 
 
-def calls_of(*ids: str | None, names: tuple[str, ...] = ("sky", "sea", "sun")) -> dict[str, Any]:
+def calls_of(*ids: str | None) -> dict[str, Any]:
+    functions = ({"name": name, "arguments": {}} for name in ("sky", "sea", "sun"))
     calls = [
-        {
-            "type": "function",
-            "function": {"name": name, "arguments": {}},
-            **({} if identity is None else {"id": identity}),
-        }
-        for name, identity in zip(names, ids, strict=False)
+        {"type": "function", "function": function} | ({"id": identity} if identity else {})
+        for identity, function in zip(ids, functions, strict=False)
     ]
     return {"role": "assistant", "tool_calls": calls}
 
@@ -263,31 +249,21 @@ def result_of(content: str, **keys: Any) -> dict[str, Any]:
     return {"role": "tool", **keys, "content": content}
 
 
-def test_results_have_the_names_of_their_calls(write_jsonl: Any, tmp_path: Any) -> None:
-    """data convert named them, training did not: templates that read the names gave other tokens."""
-    row = {"messages": [USER, calls_of("a", "b"), result_of("y", tool_call_id="b"), result_of("x"), ANSWER]}
-    read = read_sft_row("f:1", row).messages
-    assert read[2:4] == [result_of("x", name="sky"), result_of("y", name="sea", tool_call_id="b")]
-    convert(str(write_jsonl([row])), tmp_path / "o.jsonl", format="auto", ranked_as="ranks", skip_bad=False)
-    ((_, converted),) = open_source(str(tmp_path / "o.jsonl"))
-    assert converted["messages"] == read_sft_row("f:1", converted).messages == read
-
-
 def test_results_are_in_the_order_of_their_calls() -> None:
-    """They stayed in their order of arrival, by which templates pair them with calls."""
+    """With the names of the calls. They stayed in their order of arrival, by which templates pair them with calls."""
 
     def ordered(call: dict[str, Any], *results: dict[str, Any]) -> list[str]:
         row = {"messages": [USER, call, *results, ANSWER]}
-        return [message["content"] for message in read_sft_row("f:1", row).messages[2:-1]]
+        return [f"{message.get('name')} {message['content']}" for message in read_sft_row("f:1", row).messages[2:-1]]
 
     a, b, c = (result_of(name, tool_call_id=name) for name in "abc")
-    assert ordered(calls_of("a", "b", "c"), c, a, b) == ["a", "b", "c"]
-    assert ordered(calls_of("a", "b"), b) == ["b"], "the first has none"
-    assert ordered(calls_of("a", None), result_of("x"), a) == ["a", "x"], "one is left"
-    assert ordered(calls_of(None, None), result_of("x"), result_of("y")) == ["x", "y"]
-    assert ordered(calls_of(None, None), result_of("y", name="sea"), result_of("x", name="sky")) == ["x", "y"]
-    assert ordered(calls_of(None, None), result_of("both")) == ["both"], "ShareGPT's observation of all calls"
-    assert ordered(calls_of(None), result_of("x", name="other", tool_call_id="z")) == ["x"]
+    assert ordered(calls_of("a", "b", "c"), c, a, b) == ["sky a", "sea b", "sun c"]
+    assert ordered(calls_of("a", "b"), b) == ["sea b"], "the first has none"
+    assert ordered(calls_of("a", None), result_of("x"), a) == ["sky a", "sea x"], "one is left"
+    assert ordered(calls_of(None, None), result_of("x"), result_of("y")) == ["sky x", "sea y"]
+    assert ordered(calls_of(None, None), result_of("y", name="sea"), result_of("x", name="sky")) == ["sky x", "sea y"]
+    assert ordered(calls_of(None, None), result_of("both")) == ["None both"], "ShareGPT's observation of all calls"
+    assert ordered(calls_of(None), result_of("x", name="other", tool_call_id="z")) == ["other x"]
     for call, results in (
         (calls_of("a", "b"), [a, result_of("x", tool_call_id="z")]),
         (calls_of("a", "b"), [a, a]),

@@ -83,26 +83,10 @@ def test_a_batch_has_a_label_at_each_end() -> None:
     assert whole.token_index.tolist() == [1, 0] and whole.head.tolist() == [1, 1]
 
 
-def slow_tokenizer() -> Any:
-    tokenizer = tiny_tokenizer()
-
-    class Slow:
-        is_fast = False
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(tokenizer, name)
-
-    return Slow()
-
-
 @pytest.mark.parametrize(
     ("make", "row", "expected"),
     [
-        (
-            slow_tokenizer,
-            ROW,
-            ".* need a fast tokenizer, .* got Slow: ",
-        ),
+        (tiny_tokenizer, ROW, r".* need a fast tokenizer, .* got \w+: "),
         (
             lambda: tiny_tokenizer(CHATML.replace("message['content']", "(message['content'] | trim)")),
             {**ROW, "completions": [" a", "b", "c"]},
@@ -120,8 +104,11 @@ def slow_tokenizer() -> Any:
         ),
     ],
 )
-def test_hidden_step_ends_are_rejected(make: Any, row: dict[str, Any], expected: str) -> None:
+def test_hidden_step_ends_are_rejected(
+    make: Any, row: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = make()
+    monkeypatch.setattr(type(tokenizer), "is_fast", "fast" not in expected)
     separator = "\n"
     if "spans" in expected:  # a tokenizer that knows "2*|2 =" as one
         separator = "|"

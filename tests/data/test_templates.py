@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.data.chat.conversation import (
-    EncodedSequence,
     completion_text,
     encode_completion,
     encode_conversation,
@@ -29,8 +28,10 @@ from hybrid_rlhf.data.chat.unrendered import refused, unrendered
 from hybrid_rlhf.data.rows.formats import read_sft_row
 from hybrid_rlhf.data.rows.stepwise import encode_steps
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from tests.data.rows import learned
 from tests.support.errors import user_error
 from tests.support.messages import assistant, user
+from tests.support.published import KINDS, published_tokenizer
 from tests.support.templates import FAMILIES, Family, tokenizer_of
 from tests.support.tiny import CHATML, byte_tokenizer, tiny_tokenizer
 
@@ -86,10 +87,6 @@ def test_the_template_saved_for_a_model_without_one_writes_the_trained_tokens(ha
         assert saved.apply_chat_template(row[:1], add_generation_prompt=True, return_dict=False) == prompt
 
 
-def learned(row: EncodedSequence, tokenizer: PreTrainedTokenizerFast) -> str:
-    return tokenizer.decode([token for token, loss in zip(row.input_ids, row.loss_mask, strict=True) if loss])
-
-
 @FAMILY
 @pytest.mark.parametrize("kind", ROWS)
 def test_what_is_learned_under_a_family_s_template(family: Family, kind: str) -> None:
@@ -101,24 +98,6 @@ def test_what_is_learned_under_a_family_s_template(family: Family, kind: str) ->
         if message["role"] != "assistant":
             shown = [tokenizer.decode(row.input_ids) for row in rows]
             assert any(message["content"] in text for text in shown), "nothing of a row is dropped"
-
-
-@FAMILY
-def test_an_answer_stands_behind_the_prompt_of_its_generation(family: Family) -> None:
-    tokenizer = tokenizer_of(family)
-    if "{% generation %}" in str(family.template):
-        pytest.skip("its own marks are taken, on the conversation as a whole")
-    for messages in (ROWS["single"], ROWS["multi"], ROWS["system"], ROWS["reasoning"]):
-        answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-        rows = encode_conversation(messages, tokenizer)
-        prompts = [encode_prompt(messages[:turn], tokenizer) for turn in answers]
-        begins = [
-            (row.input_ids[:place])
-            for row in rows
-            for place in range(1, len(row.input_ids))
-            if row.loss_mask[place] and not row.loss_mask[place - 1]
-        ]
-        assert begins == prompts
 
 
 @FAMILY
@@ -134,30 +113,15 @@ def test_the_end_of_a_turn_is_what_the_template_puts_behind_an_answer(family: Fa
     assert row.input_ids[len(row.input_ids) - len(end[1]) - 1 :] == [end[0], *end[1]]
 
 
-@FAMILY
-@pytest.mark.parametrize("fast", [True, False])
-def test_an_answer_is_one_row_with_the_loss_on_its_own_turns(
-    family: Family, fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = tokenizer_of(family)
-    monkeypatch.setattr(type(tokenizer), "is_fast", fast)
-    row = encode_completion([USER, ANSWER, MORE], [SECOND], tokenizer)
-    assert "two" in learned(row, tokenizer) and "one" not in learned(row, tokenizer)
-    assert "one" in tokenizer.decode(row.input_ids)
-
-
 def test_a_call_may_come_in_several_forms() -> None:
-    tokenizer = tokenizer_of(FAMILIES["chatml"])
     forms: list[Any] = [
         CALL,
         {"name": "look", "arguments": {"at": "sky"}},
         {"type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}, "id": None},
     ]
-    texts = set()
     for form in forms:
-        message = read_message("row", {"role": "assistant", "content": None, "tool_calls": [form]})
-        texts.add(learned(encode_conversation([USER, message], tokenizer)[0], tokenizer))
-    assert texts == {'<call>{"name": "look", "arguments": {"at": "sky"}}</call><|im_end|>'}
+        (call,) = read_message("row", {"role": "assistant", "content": None, "tool_calls": [form]})["tool_calls"]
+        assert {**call, "id": CALL["id"]} == CALL
     for wrong in (
         "look",
         {"function": "look"},
@@ -169,19 +133,13 @@ def test_a_call_may_come_in_several_forms() -> None:
 
 
 def test_tools_are_a_list_or_its_json() -> None:
-    assert row_tools("row", {"tools": [LOOK]}) == row_tools("row", {"tools": json.dumps([LOOK])}) == [LOOK]
+    for tools in ([LOOK], LOOK, json.dumps([LOOK]), json.dumps(LOOK), [json.dumps(LOOK)]):
+        assert row_tools("row", {"tools": tools}) == [LOOK]
     assert row_tools("row", {}) is row_tools("row", {"tools": None}) is row_tools("row", {"tools": "[]"}) is None
     with user_error("tools must be a list"):
         row_tools("row", {"tools": "look"})
     with user_error("JSON schemas"):
         row_tools("row", {"tools": ["look"]})
-
-
-def test_text_in_parts_is_joined() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "sk"}]
-    assert read_message("row", {"role": "user", "content": parts})["content"] == "ask"
-    with user_error("must be text or a list of"):
-        read_message("row", {"role": "user", "content": [{"type": "image", "image": "x.png"}]})
 
 
 def test_what_a_template_has_no_place_for_is_counted() -> None:
@@ -228,13 +186,20 @@ def test_a_template_may_refuse_a_conversation_without_a_system_prompt() -> None:
 
 
 @FAMILY
-def test_a_turn_of_weight_0_has_no_loss(family: Family) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_turn_of_the_prompt_or_of_weight_0_has_no_loss(
+    family: Family, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under every template, the loss is that of the other turns, and the turn is still in the prompt of the next."""
     tokenizer = tokenizer_of(family)
-    last = [learned(row, tokenizer) for row in encode_conversation(ROWS["multi"], tokenizer, learn_from=2)]
-    rows = encode_conversation([USER, {**ANSWER, "weight": 0}, MORE, SECOND], tokenizer)
-    assert [learned(row, tokenizer) for row in rows] == last and len(last) == 1 and "two" in last[0]
-    assert "one" in tokenizer.decode(rows[0].input_ids) and "weight" not in tokenizer.decode(rows[0].input_ids)
+    monkeypatch.setattr(type(tokenizer), "is_fast", fast)
+    answer = encode_completion([USER, ANSWER, MORE], [SECOND], tokenizer)
+    (weighted,) = encode_conversation([USER, {**ANSWER, "weight": 0}, MORE, SECOND], tokenizer)
+    for row in (answer, weighted):
+        assert learned(row, tokenizer) == learned(answer, tokenizer)
+        assert "two" in learned(row, tokenizer) and "one" not in learned(row, tokenizer)
+        text = tokenizer.decode(row.input_ids)
+        assert "one" in text and "weight" not in text
     rows = encode_conversation([USER, ANSWER, MORE, {**SECOND, "weight": 0}], tokenizer)
     text = "".join(learned(row, tokenizer) for row in rows)
     assert "one" in text and "two" not in text
@@ -275,7 +240,6 @@ def test_plain_text_begins_with_bos_where_the_tokenizer_adds_one(adds: bool) -> 
     tokenizer = with_bos(adds, None)
     bos = [tokenizer.bos_token_id] * adds
     own = tokenizer("abc")["input_ids"]
-    assert own[: len(bos)] == bos and (own[0] == tokenizer.bos_token_id) == adds
     text = encode_text("abc", tokenizer)
     assert text.input_ids == [*own, tokenizer.eos_token_id]
     assert text.loss_mask == [False] * adds + [True] * 4
@@ -285,9 +249,8 @@ def test_plain_text_begins_with_bos_where_the_tokenizer_adds_one(adds: bool) -> 
     prompt = encode_prompt([USER], tokenizer)
     (row,) = encode_conversation([USER, ANSWER], tokenizer)
     for ids in (prompt, row.input_ids, encode_completion([USER], [ANSWER], tokenizer).input_ids):
-        assert ids[:1] == (bos or ids[:1]) and ids.count(tokenizer.bos_token_id) == adds
-    assert row.input_ids[: len(prompt)] == prompt and len(row.input_ids) == len(row.loss_mask)
-    assert learned(row, tokenizer) == " one<|im_end|>"
+        assert ids[: len(bos)] == bos and ids.count(tokenizer.bos_token_id) == adds
+    assert row.input_ids[: len(prompt)] == prompt and learned(row, tokenizer) == " one<|im_end|>"
 
 
 def test_a_template_writes_bos_itself_or_not_at_all() -> None:
@@ -313,48 +276,13 @@ def test_the_head_of_a_conversation_ends_where_its_first_user_speaks() -> None:
     assert head_tokens([ANSWER, USER], tiny_tokenizer()) == 0
 
 
-def joining_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """Line breaks, and spaces, join: by bytes, or as SentencePiece does, with a space before the text."""
-    special = ["</s>", "<|im_start|>", "<|im_end|>"]
-    if kind == "bytes":
-        pairs = [("\u010a", "\u010a"), ("\u0120", "\u0120"), ("\u0120", "F"), ("\u010a", "\u0120")]
-        letters, form = sorted(pre_tokenizers.ByteLevel.alphabet()), pre_tokenizers.ByteLevel
-        before, decoder = form(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
-    else:
-        pairs = [("\n", "\n"), ("\u2581", "\u2581"), ("\n", "\u2581"), ("\n", "F"), ("\u2581", "F")]
-        letters = [chr(code) for code in (10, *range(33, 127), 0x2581)]
-        before, decoder = (
-            pre_tokenizers.Metaspace(prepend_scheme=kind, split=False),
-            decoders.Metaspace(prepend_scheme=kind),
-        )
-    vocabulary = [*special, *letters, *("".join(pair) for pair in pairs)]
-    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(vocabulary)}, pairs))
-    backend.pre_tokenizer, backend.decoder = before, decoder
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", clean_up_tokenization_spaces=False)
-    tokenizer.add_special_tokens({"additional_special_tokens": special[1:]})
-    tokenizer.chat_template = CHATML
-    return tokenizer
-
-
-@pytest.mark.parametrize("kind", ["bytes", "first", "never"])
-@pytest.mark.parametrize("text", ["First", "\nFirst", "\n\nFirst", "  First"])
-@pytest.mark.parametrize("template", ["chatml", "marked", None])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["word", "\nword", "\n\nword", "  word"])
+@pytest.mark.parametrize("template", [CHATML, FAMILIES["smollm3, marks of its own"].template, None])
 def test_an_answer_does_not_join_its_prompt(kind: str, text: str, template: str | None) -> None:
     """The last line break of the prompt joined the answer's: training had other tokens than generation."""
-    tokenizer = joining_tokenizer(kind)
-    if template is None:
-        tokenizer.chat_template = None
-    elif template == "marked":
-        said = "message['content'] + '<|im_end|>'"
-        shown = f"{{% generation %}}{{{{ {said} }}}}{{% endgeneration %}}"
-        tokenizer.chat_template = CHATML.replace(
-            "message['content'] + '<|im_end|>\n' }}",
-            "'' }}{% if message['role'] == 'assistant' %}"
-            + shown
-            + "{% else %}{{ "
-            + said
-            + " }}{% endif %}{{ '\n' }}",
-        )
+    tokenizer = deepcopy(published_tokenizer("trl/qwen3", kind))
+    tokenizer.chat_template = template
     end = "</s>" if template is None else "<|im_end|>"
     turns = [USER, assistant(text), MORE, assistant(text)]
     rows = [*encode_conversation(turns, tokenizer), encode_completion(turns[:3], turns[3:], tokenizer)]
@@ -373,7 +301,7 @@ def test_an_answer_does_not_join_its_prompt(kind: str, text: str, template: str 
                 if kind == "bytes":
                     assert said_ids == tokenizer(shown, add_special_tokens=False)["input_ids"]
     assert learned_turns == 3, "each turn once, and the last again as a completion"
-    if template != "marked":
+    if template in (CHATML, None):
         steps = encode_steps([USER], f"{text}\n\nend", tokenizer, "\n\nend")
         assert steps.input_ids[: steps.first] == encode_prompt([USER], tokenizer)
 

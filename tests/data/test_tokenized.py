@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -19,7 +18,7 @@ from hybrid_rlhf.configs.reward import RewardObjectiveConfig
 from hybrid_rlhf.configs.sections.data import DataSource, RowDataConfig
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data import encoding
-from hybrid_rlhf.data.collation import collate_preference_labels, collate_preferences
+from hybrid_rlhf.data.collation import collate_preferences
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.mismatched import with_mismatched_completions
 from hybrid_rlhf.data.preparation.checking import check_source
@@ -63,10 +62,9 @@ def test_the_steps_share_a_data_set_without_overlap(load: Load) -> None:
         seen += [texts(data.train), texts(data.held_out)]
     assert [len(part) for part in seen] == [6, 2, 12, 4, 12, 4]
     assert sum(map(len, seen)) == len(set.union(*seen)) == 40, "every row once"
-    again = load("sft", split=[2, 4, 4], eval_fraction=0.25)
-    assert texts(again.train) == seen[0], "stable under a seed"
-    other = load("sft", seed=1, split=[2, 4, 4], eval_fraction=0.25)
-    assert texts(other.train) != seen[0]
+    for seed, is_same in ((0, True), (1, False)):
+        again = load("sft", seed=seed, split=[2, 4, 4], eval_fraction=0.25)
+        assert (texts(again.train) == seen[0]) == is_same
 
 
 def test_a_source_is_split_alike_wherever_it_stands_in_the_lists(load: Load, write_jsonl: Any) -> None:
@@ -77,19 +75,11 @@ def test_a_source_is_split_alike_wherever_it_stands_in_the_lists(load: Load, wri
 
 
 def test_shares_do_not_move_when_rows_are_dropped(load: Load) -> None:
-    rows = [dict(row) for row in ROWS]
-    rows[3]["chosen"] = "long " * 60
+    rows = [*ROWS[:3], {**ROWS[3], "chosen": "long " * 60}, *ROWS[4:]]
     kept = load("sft", split=[1, 1, 1])
     dropped = load("sft", rows, split=[1, 1, 1], too_long="drop")
     assert texts(dropped.train) == texts(kept.train) - {"3"}
     assert not texts(dropped.train) & texts(load("prompt", split=[1, 1, 1]).train)
-
-
-def test_eval_sources_replace_the_held_out_share(load: Load, write_jsonl: Any) -> None:
-    held = write_jsonl([{"prompt": "question e", "completion": "x"}], "eval.jsonl")
-    data = load("sft", eval_sources=[str(held)], eval_fraction=0.1)
-    assert len(data.train) == 40 and texts(data.held_out) == {"e"}
-    assert len(load("sft").held_out) == 0
 
 
 def test_each_source_is_evaluated(load: Load, write_jsonl: Any) -> None:
@@ -100,7 +90,9 @@ def test_each_source_is_evaluated(load: Load, write_jsonl: Any) -> None:
     held_out = texts(data.held_out)
     assert [len(held_out & of_source) for of_source in numbers] == [2, 3, 3]
     assert len(data.train) == 32 and not texts(data.train) & held_out
-    held_out = texts(load("sft", eval_sources=sources, max_eval_rows=14).held_out)
+    data = load("sft", eval_sources=sources, eval_fraction=0.1, max_eval_rows=14)
+    held_out = texts(data.held_out)
+    assert len(data.train) == 40 and len(load("sft").held_out) == 0
     assert [len(held_out & of_source) for of_source in numbers] == [4, 5, 5]
 
 
@@ -123,43 +115,34 @@ def test_long_rows_are_cut_or_dropped_and_counted(load: Load, log_lines: list[st
         {"prompt": "q", "completion": "b"},
     ]
     data = load("sft", rows, max_length=80, too_long="truncate")
-    assert sorted(data.train["length"]) == sorted([len(r) for r in data.train["input_ids"]])
+    assert sorted(data.train["length"]) == sorted(map(len, data.train["input_ids"]))
     assert max(data.train["length"]) == 80 and len(data.train) == 2  # the long prompt leaves no token with loss
     assert "2 were truncated to 80 tokens, 1 dropped" in log_lines[-2]
     assert log_lines[-1].endswith(
         "2 of 3 rows are longer than data.max_length 80 and were truncated; data.max_length 112 keeps all"
     )
-    data = load("sft", rows, max_length=80, too_long="drop")
-    assert len(data.train) == 1
+    assert len(load("sft", rows, max_length=80, too_long="drop").train) == 1
     assert "0 were truncated to 80 tokens, 2 dropped" in log_lines[-2]
 
 
-@pytest.mark.parametrize("kind", ["prompt", "sft"])
-def test_many_dropped_rows_are_a_warning_with_the_limit_that_keeps_them(
-    kind: str, load: Load, log_lines: list[str]
-) -> None:
+def test_many_dropped_rows_are_a_warning_with_the_limit_that_keeps_them(load: Load, log_lines: list[str]) -> None:
     """96 of 120 dropped prompts were half a line of the log; if all are dropped, the error names the limit too."""
-    rows = [{**ROWS[0], "prompt": f"question {'x' * (100 if i < 3 else 80 if i < 8 else 0)}"} for i in range(20)]
-    key = "rollout.max_prompt_tokens" if kind == "prompt" else "data.max_length"
-    loading = partial(load, kind, rows, too_long="drop")
+    rows = [{**ROWS[0], "prompt": f"question {'x' * size}"} for size in (100, 100, 100, *[80] * 5, *[0] * 12)]
+    key = "rollout.max_prompt_tokens"
+    loading = partial(load, "prompt", rows, too_long="drop")
     longest = max(loading().train["length"])
     assert len(log_lines) == 1, "no warning"
     assert len(loading(max_length=80).train) == 12
     assert log_lines[-1] == (
-        f"{kind} data: 8 of 20 rows are longer than {key} 80 and were dropped; {key} {longest} keeps all"
+        f"prompt data: 8 of 20 rows are longer than {key} 80 and were dropped; {key} {longest} keeps all"
     )
-    assert len(loading(max_length=longest - 1).train) == 17
-    assert len(loading(max_length=longest).train) == 20
+    assert [len(loading(max_length=longest - shorter).train) for shorter in (1, 0)] == [17, 20]
     with user_error(rf"20 of 20 rows were dropped .*{key} {longest} keeps all\)"):
         loading(max_length=5)
     lines = len(log_lines)
-    rows[:3] = [rows[-1]] * 3
-    rows[4:8] = [rows[-1]] * 4
-    loading(max_length=80)
-    assert len(log_lines) == lines + 1, "a row in twenty is no warning"
-    rows[0] = {**rows[0], "prompt": "question " + "x" * 300}
-    rows[1] = {**rows[3]}
-    loading(max_length=80)
+    load("prompt", [*rows[8:], *rows[8:], rows[3]], too_long="drop", max_length=80)
+    assert len(log_lines) == lines + 1, "a row in 25 is no warning"
+    load("prompt", [*rows[3:], rows[0]], too_long="drop", max_length=80)
     assert log_lines[-1].endswith(f", {longest - 20} nine rows in ten")
 
 
@@ -176,13 +159,7 @@ def test_preferences_lose_the_beginning_of_their_prompt_first(load: Load, tokeni
     (responses,) = load("preference", rows, max_length=60, too_long="truncate").train["responses"]
     head = "<|im_start|>user\n"
     assert [TOKENIZER.decode(ids) for ids in responses] == [f"{head}{n}{'x' * (59 - 6)}" for n in "12"]
-    rows = [
-        {
-            "prompt": "p",
-            "chosen": [assistant("x")],
-            "rejected": [assistant("x ")],
-        }
-    ]
+    rows = [{"prompt": "p", "chosen": "x", "rejected": "x "}]
     tokenizer.chat_template = CHATML.replace("message['content']", "message['content'] | trim")
     with user_error("training row, got none"):  # the template makes them equal
         load("preference", rows, max_length=60, too_long="truncate")
@@ -198,16 +175,6 @@ def test_padding_of_completions_counts_against_the_token_limit(load: Load) -> No
     ).iterate(1)
     shapes = [collate_preferences(rows, 2).input_ids.shape for rows in batches]
     assert len(shapes) == 2 and all(shape.numel() <= 1400 for shape in shapes)
-
-
-def test_prompts_keep_their_end_and_their_other_columns(load: Load) -> None:
-    rows = [{"prompt": "a" * 90 + "END", "answer": 4}]
-    data = load("prompt", rows, max_length=40, too_long="truncate")
-    (row,) = list(data.train)
-    assert len(row["input_ids"]) == 40
-    assert TOKENIZER.decode(row["input_ids"]).endswith("END<|im_end|>\n<|im_start|>assistant\n")
-    assert json.loads(row["columns"]) == {"answer": 4}
-    assert json.loads(row["prompt"])[0]["role"] == "user"
 
 
 def test_rows_are_tokenised_once_and_again_when_anything_changes(
@@ -241,18 +208,6 @@ def test_user_errors_are_one_line(load: Load, tokenizer: PreTrainedTokenizerFast
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     with user_error(r"rows\.jsonl:1: the chat template .* error"):
         load("sft")
-
-
-def test_answers_count_their_own_tokens_only(load: Load) -> None:
-    turns = [
-        user("1?"),
-        assistant("one"),
-        user("2?"),
-    ]
-    rows = [{"prompt": turns, "chosen": "two!", "rejected": "no"}]
-    (row,) = list(load("preference", rows).train)
-    decoded = [TOKENIZER.decode(own_tokens(row, number)) for number in (0, 1)]
-    assert decoded == ["two!<|im_end|>", "no<|im_end|>"], "not the prompt's own answer"
 
 
 def test_no_training_row_is_said_with_its_cause(load: Load) -> None:
@@ -290,27 +245,21 @@ def test_labels_stand_alone_or_come_of_pairs(load: Load) -> None:
     }
     assert decoded == {"yes": True, "bad": False, "good": True, "worse": False, "best": True, "low": False}
     own = list(data.train)
-    view = with_mismatched_completions(data.train, max_length=64)
-    rows = [view[place] for place in range(len(own))]
+    view, short = (with_mismatched_completions(data.train, max_length=limit) for limit in (64, 20))
     counts = [len(row["labels"]) for row in own]
     assert (2, 2) in pairwise([*counts, counts[0]]), "a pair follows a pair"
-    for place, row in enumerate(rows):
-        count, following = counts[place], own[(place + 1) % len(own)]
-        assert len(row["responses"]) == len(row["masks"]) == 2 * count, "as many mismatched answers as own"
-        taken = [own_tokens(row, number) for number in range(count, 2 * count)]
+    for place, count in enumerate(counts):
+        following = own[(place + 1) % len(own)]
         others = [own_tokens(following, number) for number in range(len(following["labels"]))]
+        row = view[place]
+        taken = [own_tokens(row, number) for number in range(count, len(row["responses"]))]
         assert taken == [others[(place + number) % len(others)] for number in range(count)], "of a pair both kinds"
-        begin = own[place]["masks"][0].index(True)
+        begin = row["masks"][0].index(True)
         for ids, mask in zip(row["responses"][count:], row["masks"][count:], strict=True):
-            assert ids[:begin] == own[place]["responses"][0][:begin] and not any(mask[:begin])
+            assert ids[:begin] == row["responses"][0][:begin] and mask.index(True) == begin
         sizes = [*map(len, row["responses"])]
         assert view["tokens"][place] >= sum(sizes) and view["padded_tokens"][place] >= len(sizes) * max(sizes)
-    short = with_mismatched_completions(data.train, max_length=20)
-    for place, count in enumerate(counts):
         assert max(map(len, short[place]["responses"][count:])) <= 20
-    batch = collate_preference_labels(rows, 2)
-    assert len(batch.labelled_index) == len(batch.mismatched_index) == len(batch.desirable) == 6
-    assert sorted([*batch.labelled_index.tolist(), *batch.mismatched_index.tolist()]) == list(range(12))
 
 
 @pytest.mark.parametrize(
@@ -420,10 +369,9 @@ def test_weights_and_unrendered_keys_reach_training(load: Load) -> None:
     pair: dict[str, Any] = {"prompt": row["messages"][:1], "chosen": row["messages"][1:], "rejected": "no"}
     (pairs,) = load("preference", [pair]).train
     assert TOKENIZER.decode(own_tokens(pairs, 0)) == "two<|im_end|>"
-    for key in ("refusal", "a,b", ""):
-        lost = {**pair["chosen"][-1], key: "hm"}
-        with user_error(rf"rows\.jsonl:1: column 'chosen': .* does not render the key '{key}'"):
-            load("preference", [{**pair, "chosen": [*pair["chosen"][:-1], lost]}])
+    pair["chosen"][-1]["a,b"] = "hm"
+    with user_error(r"rows\.jsonl:1: column 'chosen': .* does not render the key 'a,b'"):
+        load("preference", [pair])
 
 
 def learned_text(data: tokenized.TokenizedData) -> list[str]:
@@ -434,48 +382,14 @@ def learned_text(data: tokenized.TokenizedData) -> list[str]:
     ]
 
 
-def test_tools_and_calls_of_a_row_reach_the_template(load: Load, tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = "{{ tools | tojson }}" + CHATML.replace(
-        "message['content']", "(message.content or '') + (message.tool_calls | tojson if message.tool_calls else '')"
-    )
-    call = {"id": None, "function": {"name": "look", "arguments": '{"at": "sky"}'}}
-    row = {
-        "messages": [
-            user("look"),
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "content": "blue"},
-            assistant("it is blue"),
-        ],
-        "tools": json.dumps([{"type": "function", "function": {"name": "look"}}]),
-    }
-    data = load("sft", [row], max_length=900)
-    assert '[{"type": "function", "function": {"name": "look"}}]' in TOKENIZER.decode(data.train["input_ids"][0])
-    (text,) = learned_text(data)
-    assert '"arguments": {"at": "sky"}' in text and "it is blue" in text and "tool\nblue" not in text
-    prompts = load("prompt", [row], max_length=900)
-    assert '"look"' in TOKENIZER.decode(prompts.train["input_ids"][0])
-    pair = {"prompt": "look", "chosen": "a", "rejected": "b", "tools": row["tools"]}
-    for ids in load("preference", [pair], max_length=900).train["responses"][0]:
-        assert '"look"' in TOKENIZER.decode(ids)
-
-
-def test_nulls_of_a_table_reach_no_template(tmp_path: Path, load: Load, tokenizer: PreTrainedTokenizerFast) -> None:
-    calls = [{"function": {"name": "a", "arguments": {"x": 1}}}, {"function": {"name": "b", "arguments": {"y": 2}}}]
-    rows = [{"messages": [user("q"), {"role": "assistant", "tool_calls": [call]}]} for call in calls]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    tokenizer.chat_template = CHATML.replace("message['content']", "(message.content or (message.tool_calls | tojson))")
-    data = load("sft", sources=[str(tmp_path / "rows.parquet")])
-    shown = "".join(TOKENIZER.decode(ids) for ids in data.train["input_ids"])
-    assert '{"x": 1}' in shown and '{"y": 2}' in shown and "null" not in shown
-
-
-def test_a_prompt_whose_head_fills_the_limit_is_dropped(load: Load) -> None:
+def test_prompts_keep_their_head_their_end_and_their_other_columns(load: Load) -> None:
+    """A prompt whose head fills the limit is dropped."""
     system = {"role": "system", "content": "s" * 60}
-    rows = [{"prompt": [system, user("q" * 40)]}, {"prompt": "short"}]
-    data = load("prompt", rows, max_length=50, too_long="truncate")
-    assert len(data.train) == 1
+    rows = [{"prompt": [system, user("q" * 40 + "END")], "answer": 4}, {"prompt": "short", "answer": 5}]
+    (row,) = load("prompt", rows, max_length=50, too_long="truncate").train
+    assert json.loads(row["columns"]) == {"answer": 5} and json.loads(row["prompt"]) == [user("short")]
     data = load("prompt", rows, max_length=100, too_long="truncate")
     longest = max(data.train["input_ids"], key=len)
     assert len(longest) == 100
     assert TOKENIZER.decode(longest).startswith("<|im_start|>system\n" + "s" * 60 + "<|im_end|>\n<|im_start|>user\nq")
-    assert TOKENIZER.decode(longest).endswith("q<|im_end|>\n<|im_start|>assistant\n")
+    assert TOKENIZER.decode(longest).endswith("qEND<|im_end|>\n<|im_start|>assistant\n")

@@ -22,7 +22,6 @@ from hybrid_rlhf.runtime import run
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec
 from tests.support.families import EXPERT_VARIANTS, variant
-from tests.support.marks import slow
 from tests.support.placements import ZERO_3, PlacementTrial, placement_workspace, run_words
 from tests.support.ranks import run_main, run_ranks
 from tests.support.tiny import save_tiny
@@ -71,11 +70,9 @@ def test_groups_of_engines(model_folder: Path, tmp_path: Path) -> None:
         assert len(limits) >= 3 and set(limits.values()) == {120.0}, limits
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [slow("{sampler: {ranks: 0-1, tensor_parallel: 2}, judge: {ranks: 0-1, zero: 3}, actor: {ranks: 2-3}}")],
-)
-def test_groups_of_a_run(placement: str, model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_groups_of_a_run(model_folder: Path, tmp_path: Path) -> None:
+    placement = "{sampler: {ranks: 0-1, tensor_parallel: 2}, judge: {ranks: 0-1, zero: 3}, actor: {ranks: 2-3}}"
     workspace = placement_workspace(tmp_path, model_folder)
     trial = PlacementTrial("", "ppo", 4, placement, ZERO_3)
     words = run_words(workspace, trial, tmp_path / "run")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.pipeline import PipelineConfig
+from hybrid_rlhf.configs.sections.training import HALVED_FILE
 from hybrid_rlhf.runtime.command_line import ERROR_FILE
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
@@ -78,7 +79,7 @@ def test_metrics_carry_every_name_from_the_first_step(finished: Finished) -> Non
     samples = read_lines(finished[0] / "step3_ppo" / SAMPLES_FILE)
     places, values = {"step", "index", "group", "prompt_row"}, {"score", "components", "kl", "advantage", "length"}
     assert len(samples) == 8
-    assert places | values | {"prompt", "completion", "stopped", "weight_versions"} == samples[0].keys()
+    assert places | values | {"prompt", "columns", "completion", "stopped", "weight_versions"} == samples[0].keys()
 
 
 @pytest.mark.slow
@@ -105,7 +106,7 @@ def test_finished_steps_are_skipped_and_changed_ones_refused(finished: Finished,
     pipeline = shlex.join(["train", *line[1:]])
     assert cli(f"{pipeline} --steps sft,reward").out.count("already finished") == 2
     error = cli.refused(f"{pipeline} --steps sft --sft.optimizer.lr 1")
-    assert "contains a run with other settings (optimizer.lr)" in error
+    assert "contains a run with other settings (sft.optimizer.lr)" in error
     assert (output / "step1_sft" / "metrics.jsonl").read_bytes() == before
 
 
@@ -123,7 +124,7 @@ def test_json_is_all_that_is_on_standard_output(finished: Finished) -> None:
     assert list(found["models"]) == ["base", "SFT", "PPO"] == list(found["completions"][0])[1:]
 
     refused = run_python([*line, "--steps", "sft", "--sft.optimizer.lr", "1"])
-    assert refused.returncode == 2 and "other settings (optimizer.lr)" in json.loads(refused.stdout)["error"]
+    assert refused.returncode == 2 and "other settings (sft.optimizer.lr)" in json.loads(refused.stdout)["error"]
 
 
 def test_a_step_alone_prints_its_last_metrics_as_json(
@@ -235,15 +236,24 @@ def test_a_step_restarts_only_after_a_fault(says: str, code: int, starts: int, e
     assert ("error: step sft: a mistake" in error) == (code == 2), "without the host that pdsh puts before it"
 
 
+def test_a_step_that_was_out_of_memory_starts_again_once(ended: End, tmp_path: Path) -> None:
+    """With the smaller micro-batches that it has left in its folder."""
+    folder = tmp_path / "step1_sft"
+    line = f"import pathlib; folder = pathlib.Path({str(folder)!r}); folder.mkdir(exist_ok=True); print('started'); "
+    line += f"(folder / {HALVED_FILE!r}).write_text('1024'); raise SystemExit(2)"
+    exit_code, out, _ = ended(line)
+    assert exit_code == 2 and out.splitlines().count("started") == 2
+    assert out.count("== sft: starting again with smaller micro-batches") == 1
+
+
 # tests/fuzz has what each mistake is answered with
 @pytest.mark.parametrize(
     ("more", "rule"),
     [
         ("--train.batch 3", "give train.global_batch_size"),
-        ("--train.global_batch_size 64", "batch of 64 rows, got "),
         ("--lora.rank 2 --lora.target_modules [nothing]", "does not fit"),
     ],
-    ids=["unknown key", "too few rows", "no target module"],
+    ids=["unknown key", "no target module"],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
     more: str, rule: str, model_folder: Path, pair_rows: Path, tmp_path: Path

@@ -27,7 +27,7 @@ from hybrid_rlhf.engines.role_model import AbsentEngine
 from hybrid_rlhf.runtime.world import World, close_world, init_world
 from tests.support.engines import PROMPTS, actor_spec, train_generate_save, train_step
 from tests.support.errors import user_error
-from tests.support.marks import faults, slow
+from tests.support.marks import faults
 from tests.support.model_types import tiny_of_type
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_model
@@ -40,45 +40,16 @@ def greedy(model: Any) -> list[int]:
     return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, 3:].tolist()  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module")
-def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One rank, no ZeRO."""
-    folder = tmp_path_factory.mktemp("plain")
-    return run_ranks(train_generate_save, 1, folder / "r", model_folder, folder / "m", {})[0]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [
-        (2, {"stage": 3}),
-        (2, {"stage": 2, "tensor_parallel": 2}),
-        faults(4, {"stage": 3, "tensor_parallel": 2}),
-        faults(2, {"stage": 0}),
-        faults(2, {"stage": 2, "offload_optimizer": True}),
-        faults(2, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
-    ],
-    ids=str,
-)
-def test_training_and_generation_are_the_same_under_any_sharding(
-    ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path, expected: dict[str, Any]
-) -> None:
-    results = run_ranks(train_generate_save, ranks, tmp_path / "r", model_folder, tmp_path / "m", settings)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
-    for rank, result in enumerate(results):
-        assert result["losses"] == pytest.approx(expected["losses"], abs=1e-3, rel=1e-4)
-        assert result["same"], "generation leaves the training weights unchanged bit for bit"
-        assert result["released"], "and releases the gathered ones"
-        assert result["completions"] == expected["completions"][rank:]
-    assert greedy(saved) == expected["completions"][0], "the saved folder is the model that generated"
-
-
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), slow(2, 3)])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
 def test_lora_generates_merged_and_saves_merged(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
     results = run_ranks(
         train_generate_save, ranks, tmp_path / "r", model_folder, tmp_path / "m", {"stage": stage, "lora": 4, "lr": 0.1}
     )
     assert results[0]["losses"][2] < results[0]["losses"][0]
-    assert all(result["same"] for result in results)
+    for rank, result in enumerate(results):
+        assert result["same"], "generation leaves the training weights unchanged bit for bit"
+        assert result["released"], "and releases the gathered ones"
+        assert result["completions"] == results[0]["completions"][rank:]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
     ids = torch.tensor([PROMPTS[0]])
     assert greedy(saved) == results[0]["completions"][0]
@@ -208,7 +179,6 @@ def test_schedules_rise_and_fall() -> None:
     ("model_type", "role", "attention", "line"),
     [
         ("bloom", "actor", "auto", "actor: BloomForCausalLM trains on padded rows: model type bloom is not known to"),
-        ("bloom", "critic", "auto", "critic: BloomForSequenceClassification trains on padded rows: model type bloom"),
         ("llama", "actor", "eager", "actor: LlamaForCausalLM trains on padded rows: eager attention does not separate"),
         ("llama", "actor", "auto", None),
         ("bloom", "reference", "auto", None),
@@ -223,19 +193,14 @@ def test_a_role_that_trains_on_padded_rows_says_why(
     world: World,
     log_lines: list[str],
 ) -> None:
-    """In one line of the main rank; frozen roles and models that pack say nothing."""
+    """In one line; frozen roles and models that pack say nothing."""
     tiny_of_type(model_type).save_pretrained(tmp_path)
     optimizer = None if role == "reference" else OptimizerConfig()
     model = ModelConfig(dtype="float32", attention=attention)
     spec = replace(actor_spec(tmp_path), role=role, model=model, optimizer=optimizer)
-    builder._prepare_deepspeed(world)
-    said = []
-    for place in (world, replace(world, rank=1)):  # only what is logged depends on the rank
-        builder._initialize(spec, place)
-        said.append([text for text in log_lines if "padded rows" in text])
-        log_lines.clear()
-    assert [len(lines) for lines in said] == [0 if line is None else 1, 0]
-    assert line is None or said[0][0].startswith(line)
+    build_engine(spec, world)
+    said = [text for text in log_lines if "padded rows" in text]
+    assert len(said) == (line is not None) and all(text.startswith(str(line)) for text in said)
 
 
 def twice(world: World, path: Path) -> list[float]:

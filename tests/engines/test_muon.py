@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.builder import build_actor, build_engine
+from hybrid_rlhf.engines.deepspeed_internals import wrapped_optimizer
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.runtime.command_line import parse_config
@@ -119,20 +120,10 @@ def test_muon_is_that_of_the_papers_in_every_stage(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_matrices_of_the_layers_have_muon_and_the_head_has_its_own_rate(
-    stage: int, model_folder: Path, world: World
-) -> None:
+def test_the_head_of_a_critic_has_its_own_rate(stage: int, model_folder: Path, world: World) -> None:
     spec = replace(actor_spec(model_folder, optimizer="muon", stage=stage, lr=LR), role="critic", head_lr=0.5)
-    engine = build_engine(spec, world)
-    names = {name for name, weight in engine.module.named_parameters() if getattr(weight, "use_muon", False)}
-    assert {name.split(".")[-2] for name in names} == {
-        *(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down"))
-    }
-    optimizer = engine.deepspeed_engine.optimizer
-    groups = optimizer.optimizer.param_groups if stage else optimizer.param_groups
-    rates = {(group["use_muon"], round(group["lr"], 6)) for group in groups}
-    by_width = {(True, round(LR * 0.2 * math.sqrt(width), 6)) for width in (32, 48)}
-    assert rates == {*by_width, (False, LR), (False, 0.5)}
+    groups = wrapped_optimizer(build_engine(spec, world).deepspeed_engine).param_groups
+    assert {group["lr"] for group in groups if not group["use_muon"]} == {LR, 0.5}
 
 
 @pytest.mark.parametrize(

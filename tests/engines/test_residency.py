@@ -105,18 +105,14 @@ def test_one_line_shows_parts_that_are_alike() -> None:
     assert found[-1].split()[-4:] == ["host", "device", "host", "host"]
 
 
-def test_there_are_no_cuda_graphs_where_the_setting_or_the_device_rules_them_out() -> None:
-    assert ResidencyRules.of_rollout(RolloutConfig(), cuda=True).cuda_graphs
-    assert not ResidencyRules.of_rollout(RolloutConfig(cuda_graphs=False), cuda=True).cuda_graphs
-    assert not ResidencyRules.of_rollout(RolloutConfig(), cuda=False).cuda_graphs
-
-
 @pytest.mark.parametrize("graphs", [True, False])
 def test_settings_of_rollouts_reach_the_engine(graphs: bool) -> None:
     """CUDA graphs could not be turned off, and every prefill on a GPU was of 16,384 tokens."""
     decoder = decoder_of(tiny_model(), world=solo_world(torch.device("cpu")), dtype=torch.float32)
     assert decoder is not None
     make = backend_maker(RolloutConfig(cuda_graphs=graphs, prefill_tokens=300))
+    assert ResidencyRules.of_rollout(RolloutConfig(cuda_graphs=graphs), cuda=True).cuda_graphs == graphs
+    assert not ResidencyRules.of_rollout(RolloutConfig(cuda_graphs=graphs), cuda=False).cuda_graphs
     backend = make(decoder)
     assert backend._cuda_graphs == graphs and backend._prefill_tokens == backend._open_prefill_tokens == 300
     assert not make(decoder, cuda_graphs=False)._cuda_graphs

@@ -1,4 +1,4 @@
-"""A sampler on ranks of its own samples what the actor would, from the same inference weights bit for bit."""
+"""A sampler on ranks of its own samples what the actor would."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.engine import EngineFacts
 from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.engines.partition import BaseWeight, base_weights, full_weights
+from hybrid_rlhf.engines.partition import BaseWeight
 from hybrid_rlhf.engines.residency.rules import ResidencyRules
 from hybrid_rlhf.engines.role_model import AbsentEngine
 from hybrid_rlhf.engines.separate import broadcast
@@ -30,7 +30,6 @@ from hybrid_rlhf.engines.separate.broadcast import Bucket
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.engines.separate.synced import SyncedWeights
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights
 from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.runtime.world import World, create_groups
 from tests.support import errors
@@ -38,7 +37,6 @@ from tests.support.engines import PROMPTS, accumulate, actor_spec, route_to_expe
 from tests.support.families import variant
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
-from tests.support.separate import weight_tensors
 from tests.support.tiny import save_tiny, tiny_model
 
 OnRanks = Callable[..., list[Any]]
@@ -118,28 +116,8 @@ def on_ranks(tmp_path: Path) -> OnRanks:
     return run
 
 
-def reference(
-    world: World, actor: HybridEngine | None, sampler: SeparateSampler, case: Case
-) -> dict[str, torch.Tensor] | None:
-    """The inference weights that an actor on the ranks that sample would build."""
-    weights = None
-    if actor is not None:
-        held = full_weights(base_weights(actor.lm), bucket_elements=1)
-        weights = [(weight.name, weight.merged().clone()) for weight in held]
-    weights = world.broadcast_object(weights)
-    if not sampler.world.is_member or weights is None:
-        return None
-    inference = InferenceWeights(
-        synced(sampler).model.described,
-        world=sampler.generation_world,
-        dtype=getattr(torch, case.rollout.dtype if case.rollout.dtype != "auto" else str(weights[0][1].dtype)[6:]),
-        quantization=case.rollout.quantization,
-    )
-    return weight_tensors(inference.build((name, values, False) for name, values in weights))
-
-
 def compare(world: World, root: Path, cases: list[Case]) -> list[Any]:
-    """Before an update, after it, and after another: what each rank samples, and which inference weights differ."""
+    """Before an update, after it, and after another: what each rank samples, and with which version."""
     told = []
     for case in cases:
         with nullcontext() if case.packs else torch.backends.mkldnn.flags(enabled=False):
@@ -153,20 +131,15 @@ def compare(world: World, root: Path, cases: list[Case]) -> list[Any]:
             )
             rounds = []
             for _ in range(3):
-                sampled, differ = None, []
+                sampled = None
                 if actor is not None:
                     with actor.inference(stop_token_ids=()) as generation:
                         sampled = generation.generate(PROMPTS, GREEDY)
                 with sampler.inference(stop_token_ids=()) as own:
                     if own is not None:
                         sampled = own.generate(PROMPTS, GREEDY)
-                        found = weight_tensors(own.backend.decoder)  # type: ignore[attr-defined]
-                expected = reference(world, actor, sampler, case)
-                if expected is not None:
-                    assert found.keys() == expected.keys()
-                    differ = [place for place in found if not torch.equal(found[place], expected[place])]
                 assert sampled is not None
-                rounds.append(([completion for (completion,) in sampled], differ, sampler.weight_version))
+                rounds.append(([completion for (completion,) in sampled], sampler.weight_version))
                 learn(actor)
             told.append(rounds)
     return told
@@ -208,10 +181,9 @@ def test_separate_ranks_sample_what_the_actor_would(ranks: int, tmp_path: Path) 
     for index, case in enumerate(cases):
         reduced = case.rollout is INT8 or "bfloat16" in (case.rollout.dtype, case.settings.get("dtype"))
         for round_index in range(3):
-            wanted, _, _ = results[0][index][round_index]
+            wanted, _ = results[0][index][round_index]
             for rank in range(ranks):
-                found, differ, version = results[rank][index][round_index]
-                assert not differ, (case, rank)
+                found, version = results[rank][index][round_index]
                 assert version == round_index
                 for mine, theirs in zip(found, wanted, strict=True):
                     assert mine.weight_versions == [round_index] * len(mine.token_ids)
@@ -223,7 +195,8 @@ def test_separate_ranks_sample_what_the_actor_would(ranks: int, tmp_path: Path) 
 
 
 def traffic(world: World, path: Path, trains: int, tensor_parallel: int) -> dict[str, Any]:
-    """Bytes of the broadcasts of each sync on this rank, with and without adapters, and of the weights."""
+    """Bytes of the broadcasts of each sync on this rank, with and without adapters, and of the weights; with adapters
+    all syncs have checksums."""
     torch.backends.mkldnn.enabled = False  # nothing is packed, as on a GPU
     told: dict[str, Any] = {}
     share = World.broadcast
@@ -235,8 +208,10 @@ def traffic(world: World, path: Path, trains: int, tensor_parallel: int) -> dict
     for lora in (0, 4):
         rollout = RolloutConfig(tensor_parallel=tensor_parallel)
         settings = {"lora": lora, "stage": 3}
-        actor, sampler = build_separate(world, path, trains=trains, rollout=rollout, settings=settings)
-        sent = []
+        actor, sampler = build_separate(
+            world, path, trains=trains, rollout=rollout, settings=settings, check_weights=lora > 0
+        )
+        sent, checksums = [], []
         for _ in range(3):
             messages: list[int] = []
             with pytest.MonkeyPatch.context() as patch:
@@ -244,19 +219,25 @@ def traffic(world: World, path: Path, trains: int, tensor_parallel: int) -> dict
                 sync(sampler)
                 sync(sampler)  # of the same version
             sent.append(sum(messages))
+            checksums.append(len(synced(sampler)._broadcast.checksums))
             learn(actor)
         told[f"sent {lora}"] = sent
+        told[f"checksums {lora}"] = checksums
         weights = synced(sampler).model.weights
         told[f"changed {lora}"] = sum(4 * weight.elements for weight in weights if weight.changes)
         told["weights"] = sum(4 * weight.elements for weight in weights)
-        told["syncs"] = synced(sampler).syncs
+        told["syncs"], told["number"] = synced(sampler).syncs, len(weights)
     return told
 
 
 @pytest.mark.parametrize(("ranks", "trains", "tensor_parallel"), [faults(4, 3, 1), (3, 1, 2)])
 def test_only_what_has_changed_travels(ranks: int, trains: int, tensor_parallel: int, on_ranks: OnRanks) -> None:
     for rank, told in enumerate(on_ranks(traffic, ranks, "untied", trains, tensor_parallel)):
-        whole, changed = (told[name] * (rank == 0 or rank >= trains) for name in ("weights", "changed 4"))
+        on_path = rank == 0 or rank >= trains
+        whole, changed = (told[name] * on_path for name in ("weights", "changed 4"))
+        number = told["number"] * on_path
+        assert told["checksums 0"] == [number, number, 0], "in the first two syncs, one for each weight"
+        assert all(bool(count) == on_path for count in told["checksums 4"]), "or in all"
         assert told["sent 0"] == [whole] * 3 and told["changed 0"] == told["weights"] and told["syncs"] == 3
         assert told["sent 4"] == [whole, changed, changed] and told["changed 4"] < told["weights"]
 
@@ -365,24 +346,6 @@ def test_faults_stop_all_ranks_by_name(on_ranks: OnRanks) -> None:
         assert len(told) == len(FAULTS)
         for fault, said in told:
             assert re.search(FAULTS[fault], said), said
-
-
-def checksums(world: World, path: Path) -> dict[bool, list[int]]:
-    """How many each sync has, by the setting."""
-    told = {}
-    for always in (False, True):
-        actor, sampler = build_separate(world, path, trains=1, check_weights=always)
-        told[always] = []
-        for _ in range(4):
-            sync(sampler)
-            told[always].append(len(synced(sampler)._broadcast.checksums))
-            learn(actor)
-    return told
-
-
-def test_the_first_two_syncs_have_checksums_or_all(on_ranks: OnRanks) -> None:
-    for told in on_ranks(checksums, 2, "tied"):
-        assert told[True] == [20] * 4 and told[False] == [20, 20, 0, 0], "one for each weight"
 
 
 def sampled_by(generation: GenerationEngine | None) -> list[list[int]]:

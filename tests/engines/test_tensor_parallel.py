@@ -117,8 +117,6 @@ def test_a_difference_is_placed_where_training_splits_weights(folders: Path, tmp
 @pytest.mark.parametrize(
     ("name", "size", "reason"),
     [
-        ("qwen3_5", 2, "other layers that mix tokens"),
-        ("qwen3_moe", 2, "has a mixture of experts"),
         ("llama", 3, "must divide the number of attention heads"),
         ("llama", 4, "must divide num_key_value_heads"),
         ("gpt2", 2, "needs a plan of transformers with rows and columns"),

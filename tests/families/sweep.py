@@ -14,7 +14,7 @@ import sys
 import tempfile
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,13 +36,14 @@ from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.models.families import FAMILIES, unread_weights
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens, require_own_logits
 from hybrid_rlhf.models.lora import add_lora, lora_merged
-from hybrid_rlhf.models.packing import packs
+from hybrid_rlhf.models.packing import packs, shares_prefixes
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.models.pretrained.loading import adapt_config, adapt_model, load_model
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.world import solo_world
 from tests.generation.references import hugging_face_greedy
 from tests.support.model_types import NotBuilt, model_types, tiny_of_type
+from tests.support.models import distance_of_shared_rows, rows_that_begin_alike
 from tests.support.tiny import tiny_tokenizer
 
 GREEDY = SamplingParams(max_new_tokens=10, temperature=0.0)
@@ -185,6 +186,8 @@ def _training(model: PreTrainedModel) -> str:
     # roundings in float32 differ with the number of rows and with the processor, by more than 1e-5 in some types
     if packs(trained) and _dependence(trained) > 1e-5 and _dependence(_in_float64(trained)) > 1e-5:
         return "wrong: packed rows depend on each other"
+    if shares_prefixes(trained) and (distance := _distance_of_shared_rows(trained)) > 1e-12:
+        return f"wrong: shared prefixes change log-probs or gradients by {distance:.2g}"
     return "packed" if packs(trained) else "padded"
 
 
@@ -213,6 +216,12 @@ def _dependence(model: PreTrainedModel) -> float:
     """Largest difference of log-probs among others from those of a prompt alone."""
     policy = Policy(model)
     return worst(_padded(policy), [_alone(policy, prompt) for prompt in prompts()])
+
+
+@torch.enable_grad()
+def _distance_of_shared_rows(model: PreTrainedModel) -> float:
+    ids, mask = rows_that_begin_alike()
+    return distance_of_shared_rows(Policy(_in_float64(copy.deepcopy(model))), ids, mask, mask)
 
 
 def _alone(policy: Policy, prompt: list[int]) -> Tensor:
@@ -274,10 +283,13 @@ def _saving(model: PreTrainedModel) -> str:
         lm, _ = load_model(str(theirs), "causal_lm", config=ModelConfig(), dtype=torch.float32)
         save_model(ours, full_tensors(lm, WORLD), lm=lm, tokenizer=tiny_tokenizer(), world=WORLD)
         loaded, saved = (load_file(folder / "model.safetensors") for folder in (theirs, ours))
-    if loaded.keys() != saved.keys():
-        return f"wrong: saved under other names, such as {min(loaded.keys() ^ saved.keys())}"
-    if changed := [name for name in loaded if not torch.equal(loaded[name], saved[name])]:
-        return f"wrong: saved with other values, such as {changed[0]}"
+        if loaded.keys() != saved.keys():
+            return f"wrong: saved under other names, such as {min(loaded.keys() ^ saved.keys())}"
+        if changed := [name for name in loaded if not torch.equal(loaded[name], saved[name])]:
+            as_theirs = type(model).from_pretrained(theirs).state_dict()
+            if all(torch.equal(as_theirs[name], saved[name]) for name in changed):
+                return f"transformers loads other values than the file has, such as {changed[0]}"
+            return f"wrong: saved with other values, such as {changed[0]}"
     return "kept" if unread_weights(lm, (name for name, _ in lm.named_parameters())) else NO
 
 
@@ -288,7 +300,7 @@ def _line(error: Exception) -> str:
 def page(reports: Sequence[TypeReport]) -> str:
     """docs/models.md."""
     built = [report for report in reports if report.is_built]
-    counts: Callable[[str], int] = lambda start: sum(r.generation.startswith(start) for r in built)  # noqa: E731
+    counts = lambda start: sum(r.generation.startswith(start) for r in built)  # noqa: E731
     towers = [report for report in built if report.towers == "kept"]
     trained = [report for report in built if report.training in ("packed", "padded")]
     rows = "\n".join(
@@ -335,7 +347,8 @@ generates with its own forward over whole sequences, to {float32} nats in float3
 - **Generation**: *inference weights* are the library's own decoder ({native} types): continuous batching, CUDA graphs,
   tensor parallelism. *module* is the Hugging Face module ({module} types): rows are padded; where padding changes the
   result, prompts of one length decode together; without a usable cache each step computes the whole sequence.
-- **Training**: *packed* rows have no padding ({packed} types), except in recurrent layers and Llama 4's attention;
+- **Training**: *packed* rows have no padding ({packed} types), except in recurrent layers and Llama 4's attention, and
+  without these layers their common beginnings are computed once, as in separate rows to 1e-12 in float64;
   others are padded ({padded} types).
 - **Reward model**: the type has a sequence classifier with a score per token; critics are reward models too.
 - **Towers**: *kept* where the model reads images or sound ({towers} types). Training reads text alone: the weights of

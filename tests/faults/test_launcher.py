@@ -7,14 +7,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from hybrid_rlhf.runtime.liveness import launcher
+from hybrid_rlhf.runtime.liveness import launcher, signals
 from tests.support.faults import run_step
 from tests.support.marks import faults, slow
 from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, sft_line, start_until
@@ -104,6 +106,17 @@ def test_a_process_started_from_a_shell_outlives_it(tmp_path: Path) -> None:
     assert lives == {"shell": True, "torchrun": False}
 
 
+def test_no_second_sigterm_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher may end while its ranks save because of the same SIGTERM."""
+    sent = Mock()
+    monkeypatch.setattr(os, "kill", sent)
+    monkeypatch.setattr(signals, "_stopping", threading.Event())
+    signals.ask_to_stop()
+    signals._stopping.set()
+    signals.ask_to_stop()
+    sent.assert_called_once_with(os.getpid(), signal.SIGTERM)
+
+
 def test_the_launcher_of_deepspeed_is_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fake(psutil.Process):
         def parent(self) -> psutil.Process | None:
@@ -119,15 +132,3 @@ def test_the_launcher_of_deepspeed_is_two_processes(monkeypatch: pytest.MonkeyPa
     assert [process.pid for process in launcher._launchers(None)] == [parent, Fake(parent).ppid()]
     monkeypatch.setattr(Fake, "cmdline", lambda self: ["/bin/bash"])
     assert [process.pid for process in launcher._launchers(None)] == [parent], "a shell is no launcher"
-
-
-def test_no_second_sigterm_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher may end while its ranks save because of the same SIGTERM."""
-    sent: list[Sequence[int]] = []
-    monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
-    monkeypatch.setattr(launcher.ask_to_stop.__globals__["_stopping"], "_flag", False)
-    launcher.ask_to_stop()
-    assert sent == [(os.getpid(), signal.SIGTERM)]
-    monkeypatch.setattr(launcher.ask_to_stop.__globals__["_stopping"], "_flag", True)
-    launcher.ask_to_stop()
-    assert len(sent) == 1

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,22 +19,19 @@ import torch
 from safetensors import torch as safetensors
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hybrid_rlhf.cli.sft import main
 from hybrid_rlhf.configs.errors import RankError, UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
-from hybrid_rlhf.runtime.command_line import parse_config, save_config, user_errors
-from hybrid_rlhf.runtime.files.disk import DISK_ERRNOS, disk_errors_translated
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.files.disk import disk_errors_translated
+from hybrid_rlhf.runtime.files.names import LOG_FILE
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.world import solo_world
-from hybrid_rlhf.supervised.trainer import SupervisedTrainer
-from tests.support import ranks as _  # noqa: F401 - has the server of processes import everything
-from tests.support.faults import files_of_at_most
+from tests.support.faults import files_of_at_most, intercept, run_step
 from tests.support.runs import sft_line
-from tests.support.steps import write_rows
+from tests.support.steps import MODULES, write_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.training_server import Client, error_of, training_server_process
 
@@ -47,14 +44,6 @@ def error_line(capsys: pytest.CaptureFixture[str], error: BaseException) -> str:
     text = capsys.readouterr().err
     assert text.startswith("error: ") and text.count("\n") == 1
     return text
-
-
-@pytest.mark.parametrize("fault", sorted(DISK_ERRNOS))
-def test_each_fault_of_a_disk_is_a_line_with_the_place_and_the_fix(
-    fault: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = error_line(capsys, OSError(fault, os.strerror(fault), "/data/run1"))
-    assert "/data/run1" in text and ": " in text.partition("/data/run1")[2]
 
 
 def test_other_errors_of_the_system_stay_what_they_are() -> None:
@@ -108,15 +97,6 @@ def test_a_save_that_fails_leaves_the_model_that_was_there(tmp_path: Path) -> No
         assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_a_config_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    save_config(SFTConfig(), file)
-    before = file.read_bytes()
-    with files_of_at_most(100), pytest.raises(OSError):
-        save_config(SFTConfig(seed=7), file)
-    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of 64 MiB."""
@@ -146,33 +126,29 @@ def remove_data(folder: Path) -> None:
     (folder / "rows.jsonl").unlink()
 
 
-def run_sft(line: list[str], stderr: Path, act: Callable[[Path], None] | None, place: Path) -> None:
-    """The main of step 1; in the middle of its second update something happens. What it says on stderr to a file."""
-    with stderr.open("w") as file:
-        os.dup2(file.fileno(), 2)
-    update, steps = SupervisedTrainer._update, iter(range(1, 100))
+@dataclass(frozen=True)
+class Act:
+    """Does something in the middle of the second update."""
 
-    def acting(self: Any, step: int, batches: Any) -> Any:
-        if next(steps) == 2 and act is not None:
-            act(place)
-        return update(self, step, batches)
+    act: Callable[[Path], None]
+    place: Path
+    rank: int | None = None
 
-    SupervisedTrainer._update = acting  # type: ignore[method-assign]
-    torch.set_num_threads(1)
-    try:
-        main(line)
-    except SystemExit as left:
-        os._exit(int(str(left.code)))
-    os._exit(0)
+    def arm(self) -> None:
+        def around(call: int, run: Callable[[], Any], _: Sequence[Any]) -> Any:
+            if call == 2:
+                self.act(self.place)
+            return run()
+
+        intercept("hybrid_rlhf.supervised.trainer:SupervisedTrainer.step", around)
 
 
-def in_a_process(line: list[str], place: Path, act: Callable[[Path], None] | None = None) -> tuple[int | None, str]:
-    """Exit code and stderr of a run; deepspeed takes one a process."""
-    stderr = place.parent / "stderr.txt"
-    process = get_context("forkserver").Process(target=run_sft, args=(line, stderr, act, place))
-    process.start()
-    process.join(120)
-    return process.exitcode, stderr.read_text()
+def in_a_process(line: list[str], place: Path, act: Callable[[Path], None] | None = None) -> tuple[int, str]:
+    """Exit code and stderr of a run."""
+    errors = place.parent / "stderr.txt"
+    errors.unlink(missing_ok=True)
+    (code,) = run_step(MODULES["sft"], 1, line, act and Act(act, place), errors=errors)
+    return code, errors.read_text()
 
 
 def test_a_disk_that_fills_up_in_mid_run(small_disk: Path, line: list[str]) -> None:
@@ -227,12 +203,17 @@ def use_memory_up(place: Path) -> None:
 
 
 def test_memory_that_is_used_up_in_mid_run_is_a_line(tmp_path: Path, line: list[str]) -> None:
-    code, said = in_a_process([*line, "--output_dir", str(tmp_path / "run")], tmp_path, use_memory_up)
+    run = [*line, "--output_dir", str(tmp_path / "run")]
+    code, said = in_a_process(run, tmp_path, use_memory_up)
     told = said.splitlines()[-1]
     assert code == 2 and "Traceback" not in said
     assert told.startswith("error: out of memory at step 2: 131072.0 GiB requested with ")
-    assert "GiB of the host in use; the plan estimates " in told and " MiB for SFT training; set " in told
+    assert "GiB of the host in use; resume auto continues with train.micro_batch_tokens 1024; " in told
+    assert "; the plan estimates " in told and " MiB for SFT training; set " in told
     assert "train.micro_batch_tokens (now 2048) to " in told or "(now false) to true" in told
+    assert in_a_process([*run, "--resume", "auto"], tmp_path)[0] == 0
+    log = (tmp_path / "run" / LOG_FILE).read_text()
+    assert "train.micro_batch_tokens 1,024: half of the size with which this run was out of" in log
 
 
 GPU_WORDS = (
@@ -270,11 +251,13 @@ def test_a_phase_is_told_with_its_estimate_and_what_makes_it_smaller(
     assert re.search(expected, memory_message(error, phase, config))
 
 
+def run_at(phase: str) -> Any:
+    world = solo_world(torch.device("cpu"))
+    return SimpleNamespace(world=world, watchdog=SimpleNamespace(phase=phase), micro_batch_tokens=None, folder=Path())
+
+
 def memory_message(error: Exception, phase: str, config: RLConfig = PPO) -> str:
-    with (
-        pytest.raises(RankError) as raised,
-        explain_out_of_memory(config, solo_world(torch.device("cpu")), lambda: phase),
-    ):
+    with pytest.raises(RankError) as raised, explain_out_of_memory(config, run_at(phase)):
         raise error
     assert "\n" not in str(raised.value)
     return str(raised.value)
@@ -296,6 +279,6 @@ def test_want_of_memory_is_known_by_all_its_names_and_told_without_a_plan_too(er
 
 def test_other_errors_are_no_want_of_memory(model_folder: Path) -> None:
     for error in (RuntimeError("shape mismatch"), ValueError("out of memory"), OSError(errno.EIO, "broken")):
-        with pytest.raises(type(error)) as same, explain_out_of_memory(PPO, solo_world(torch.device("cpu")), str):
+        with pytest.raises(type(error)) as same, explain_out_of_memory(PPO, run_at("scoring")):
             raise error
         assert same.value is error

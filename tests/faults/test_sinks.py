@@ -10,8 +10,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,32 +43,35 @@ def test_pending_lines_are_written_once_and_in_order(tmp_path: Path, log_lines: 
     writer.write(5, {"loss": 1.0})
     assert steps(file) == [1, 2, 3, 4, 5]
     writer.close()
+    file.write_text(file.read_text().replace('"time_seconds": 0', '"time_seconds": 100') + '{"step": 6, "cut o')
+    again = MetricsWriter(tmp_path, resumed_step=3)
+    again.write(4, {"loss": 2.0})
+    assert steps(file) == [1, 2, 3, 4] and read_metrics(tmp_path)[-1]["time_seconds"] >= 100
     assert [line for line in log_lines if "cannot be written (File too large)" in line] == log_lines[:1]
     assert log_lines[1:] == [f"{file} can be written again"]
 
 
-@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE])
-@pytest.mark.parametrize("call", ["write", "open", "fsync"])
-def test_each_disk_error_is_logged_once(
-    fault: int, call: str, tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_disk_error_is_logged_once(tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     writer, samples = MetricsWriter(tmp_path), SampleLog(tmp_path, enabled=True)
-
-    def fail(*words: Any) -> None:
-        raise OSError(fault, os.strerror(fault))
-
+    files = tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl"
+    for file in files:
+        file.mkdir()
+    for step in (1, 2):
+        writer.write(step, {"loss": 1.0})
+        samples.write(step, [ROW])
+    assert [line for line in log_lines if "Is a directory" in line] == [line for line in log_lines if "jsonl" in line]
+    assert sum("Is a directory" in line for line in log_lines) == 2, "once per file"
+    for file in files:
+        file.rmdir()
     with monkeypatch.context() as patch:
-        patch.setattr(lines_module, "os", SimpleNamespace(**{**vars(os), call: fail}))
-        for step in (1, 2):
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "broken")))
+        for step in (3, 4):
             writer.write(step, {"loss": 1.0})
             writer.flush()
             samples.write(step, [ROW])
-    logged = [line for line in log_lines if os.strerror(fault) in line]
-    assert len(logged) == (1 if call == "fsync" else 2), "once per file; samples are not flushed"
-    writer.write(3, {"loss": 1.0})
-    samples.write(3, [ROW])
+    assert sum("cannot be flushed to disk (broken): a crash may lose lines" in line for line in log_lines) == 1
     writer.close()
-    assert steps(tmp_path / "metrics.jsonl") == steps(tmp_path / "samples.jsonl") == [1, 2, 3]
+    assert steps(files[0]) == steps(files[1]) == [1, 2, 3, 4]
 
 
 def test_lines_missing_at_the_end_are_logged(tmp_path: Path, log_lines: list[str]) -> None:
@@ -121,14 +124,14 @@ def test_a_run_continues_without_failing_tensorboard(tmp_path: Path, log_lines: 
         writer.write(step, {"loss": 1.0})
     writer.close()
     assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
-    assert sum("TensorBoard is no longer written" in line for line in log_lines) == 1
+    assert sum("TensorBoard is no" in line for line in log_lines) == 1
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "tensorboard").write_text("not a folder")
     writer = MetricsWriter(tmp_path / "other", sinks=["tensorboard"])
     writer.write(1, {"loss": 1.0})
     writer.close()
     assert steps(tmp_path / "other" / "metrics.jsonl") == [1]
-    assert sum("TensorBoard is no longer written" in line for line in log_lines) == 2
+    assert sum("TensorBoard is not written" in line for line in log_lines[1:]) == 1
 
 
 def test_a_resumed_run_repeats_no_step(tmp_path: Path) -> None:
@@ -143,7 +146,9 @@ def test_a_resumed_run_repeats_no_step(tmp_path: Path) -> None:
     for step in (3, 4):
         again.write(step, [ROW])
     assert steps(file) == [1, 1, 2, 2, 3, 4]
-    SampleLog(tmp_path, enabled=False).resume(0)
+    other = SampleLog(tmp_path, enabled=False)
+    other.resume(0)
+    other.write(5, [ROW])
     assert len(steps(file)) == 6, "only the main rank changes it"
     before = file.stat().st_mtime_ns
     drop_lines_after(file, 4)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_rlhf.functional.advantages import gae, shaped_rewards
-from hybrid_rlhf.functional.losses import KL_ESTIMATORS, kl_k3, kl_loss
-from tests.support.strategies import masked_batch, poisoned
+from hybrid_rlhf.functional.losses import KL_ESTIMATORS, kl_k1, kl_k3, kl_loss
+from tests.support.strategies import masked_batch
 
 fast = settings(max_examples=60, deadline=None)
 shares = st.sampled_from([0.0, 0.5, 0.95, 1.0])
@@ -28,7 +28,7 @@ def test_gae_is_the_double_sum_over_each_row_without_its_gaps(
     batch: tuple[list[Tensor], Tensor], gamma: float, lam: float
 ) -> None:
     (rewards, values), mask = batch
-    advantages, returns = gae(poisoned(rewards, mask), values=poisoned(values, mask), mask=mask, gamma=gamma, lam=lam)
+    advantages, returns = gae(rewards, values=values, mask=mask, gamma=gamma, lam=lam)
     for row in range(len(mask)):
         keep = mask[row]
         slow = slow_gae(rewards[row][keep].tolist(), values[row][keep].tolist(), gamma, lam)
@@ -44,7 +44,7 @@ def test_the_score_lands_on_the_last_response_token(
 ) -> None:
     (kl,), mask = batch
     scores = torch.linspace(-2, 2, len(mask), dtype=torch.float64)
-    rewards = shaped_rewards(scores=scores, kl=poisoned(kl, mask), mask=mask, kl_coef=kl_coef, score_clip=score_clip)
+    rewards = shaped_rewards(scores=scores, kl=kl, mask=mask, kl_coef=kl_coef, score_clip=score_clip)
     for row in range(len(mask)):
         expected = [-kl_coef * value if keep else 0.0 for value, keep in zip(kl[row].tolist(), mask[row], strict=True)]
         if mask[row].any():
@@ -55,9 +55,7 @@ def test_the_score_lands_on_the_last_response_token(
 
 
 CLIPPED_PARTS = {
-    "ten turns of 1": ([1.0] * 10, 10.0, [0.5] * 10),
-    "ten turns of -1": ([-1.0] * 10, -10.0, [-0.5] * 10),
-    "mixed signs keep them": ([8.0, -4.0, 2.0, 4.0], 10.0, [4.0, -2.0, 1.0, 2.0]),
+    "mixed signs keep them": ([-8.0, 4.0, -2.0, -4.0], -10.0, [-4.0, 2.0, -1.0, -2.0]),
     "what was not earned before is a part too": ([4.0, 0.0, 0.0], 20.0, [1.0, 0.0, 4.0]),
     "large parts of a small sum stay": ([30.0, -28.0], 2.0, [30.0, -28.0]),
     "a factor that bfloat16 would round": ([3.0, 4.0], 7.0, [15 / 7, 20 / 7]),
@@ -85,20 +83,6 @@ def test_scores_that_are_not_one_a_row_are_refused() -> None:
         shaped_rewards(scores=torch.zeros(3), kl=torch.zeros(2, 4), mask=torch.ones(2, 4), kl_coef=0.1)
 
 
-def test_kl_estimators_agree_with_the_exact_divergence_in_expectation() -> None:
-    torch.manual_seed(0)
-    policy = torch.log_softmax(torch.randn(6, dtype=torch.float64), 0)
-    reference = torch.log_softmax(torch.randn(6, dtype=torch.float64), 0)
-    exact = (policy.exp() * (policy - reference)).sum()
-    values = {name: estimator(policy, ref_logprobs=reference) for name, estimator in KL_ESTIMATORS.items()}
-    for name in ("k1", "k3"):  # the unbiased ones
-        torch.testing.assert_close((policy.exp() * values[name]).sum(), exact)
-    for name in ("k2", "k3"):
-        assert (values[name] >= 0).all()
-    assert (kl_k3(policy, ref_logprobs=policy) == 0).all()
-    torch.testing.assert_close(values["k2"], 0.5 * (policy - reference) ** 2)
-
-
 def distributions(*, seed: int, old_is_policy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logits of a policy over 6 tokens, and log-probs of it, of the policy that sampled and of a reference."""
     torch.manual_seed(seed)
@@ -119,6 +103,7 @@ def test_the_gradient_of_the_kl_in_the_loss_is_that_of_the_exact_kl(estimator: s
     expected = torch.autograd.grad(exact, logits, retain_graph=True)[0]
     assert float(expected.abs().max()) > 0.1
     torch.testing.assert_close(torch.autograd.grad(found, logits)[0], expected)
+    torch.testing.assert_close((policy.exp() * kl_k1(policy, ref_logprobs=reference)).sum(), exact)
     if estimator == "k3":
         torch.testing.assert_close(found, exact)
 
@@ -143,3 +128,17 @@ def test_the_weight_of_the_kl_in_the_loss_ends_with_that_of_the_policy_loss() ->
     term = kl_loss(logprobs, old_logprobs=old, ref_logprobs=torch.full((3,), -2.0), estimator="k2")
     torch.testing.assert_close(term, 2.0 * torch.tensor([0.0, 1.0, 20.0]).exp())
     assert torch.isfinite(torch.autograd.grad(term.sum(), logprobs)[0]).all()
+
+
+def test_kl_estimators_agree_with_the_exact_divergence_in_expectation() -> None:
+    torch.manual_seed(0)
+    policy = torch.log_softmax(torch.randn(6, dtype=torch.float64), 0)
+    reference = torch.log_softmax(torch.randn(6, dtype=torch.float64), 0)
+    exact = (policy.exp() * (policy - reference)).sum()
+    values = {name: estimator(policy, ref_logprobs=reference) for name, estimator in KL_ESTIMATORS.items()}
+    for name in ("k1", "k3"):  # the unbiased ones
+        torch.testing.assert_close((policy.exp() * values[name]).sum(), exact)
+    for name in ("k2", "k3"):
+        assert (values[name] >= 0).all()
+    assert (kl_k3(policy, ref_logprobs=policy) == 0).all()
+    torch.testing.assert_close(values["k2"], 0.5 * (policy - reference) ** 2)

@@ -14,7 +14,7 @@ from hybrid_rlhf.functional.masking import (
     position_ids,
     spread,
 )
-from tests.support.strategies import masked_batch, poisoned
+from tests.support.strategies import masked_batch
 
 fast = settings(max_examples=40, deadline=None)
 
@@ -24,15 +24,14 @@ fast = settings(max_examples=40, deadline=None)
 def test_sums_means_and_variances_are_those_of_the_picked_values(batch: tuple[list[Tensor], Tensor]) -> None:
     (values,), mask = batch
     picked = values[mask]
-    bad = poisoned(values, mask)
-    torch.testing.assert_close(masked_sum(bad, mask=mask), picked.sum())
-    torch.testing.assert_close(masked_mean(bad, mask=mask), picked.mean() if len(picked) else picked.sum())
+    torch.testing.assert_close(masked_sum(values, mask=mask), picked.sum())
+    torch.testing.assert_close(masked_mean(values, mask=mask), picked.mean() if len(picked) else picked.sum())
     torch.testing.assert_close(
-        masked_var(bad, mask=mask), picked.var() if len(picked) > 1 else torch.tensor(0.0).double()
+        masked_var(values, mask=mask), picked.var() if len(picked) > 1 else torch.tensor(0.0).double()
     )
     rows = torch.stack([row[keep].sum() for row, keep in zip(values, mask, strict=True)])
-    torch.testing.assert_close(masked_sum(bad, mask=mask, dim=1), rows)
-    torch.testing.assert_close(masked_mean(bad, mask=mask, dim=1), rows / mask.sum(dim=1).clamp(min=1))
+    torch.testing.assert_close(masked_sum(values, mask=mask, dim=1), rows)
+    torch.testing.assert_close(masked_mean(values, mask=mask, dim=1), rows / mask.sum(dim=1).clamp(min=1))
 
 
 @fast
@@ -40,7 +39,7 @@ def test_sums_means_and_variances_are_those_of_the_picked_values(batch: tuple[li
 def test_whitening_gives_mean_0_and_variance_1(batch: tuple[list[Tensor], Tensor]) -> None:
     (values,), mask = batch
     picked = values[mask]
-    white = masked_whiten(poisoned(values, mask), mask=mask)
+    white = masked_whiten(values, mask=mask)
     assert torch.isfinite(white).all()
     assert (white[~mask] == 0).all()
     if len(picked) == 1:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
+from hybrid_rlhf.functional.losses import LossSum, pairwise_reward_loss
 from hybrid_rlhf.functional.reward_losses import labelled_reward_loss, listwise_reward_loss
 
 
@@ -62,9 +65,8 @@ def test_derivatives_are_those_by_differences() -> None:
 def test_labelled_is_binary_cross_entropy() -> None:
     scores, labels = [0.7, -0.2, 3.0, -1.0], [1.0, 0.0, 0.25, 0.0]
     found = labelled_reward_loss(torch.tensor(scores), labels=torch.tensor(labels))
-    chances = [1 / (1 + math.exp(-score)) for score in scores]
-    expected = -sum(y * math.log(p) + (1 - y) * math.log(1 - p) for y, p in zip(labels, chances, strict=True))
-    assert float(found.total) == pytest.approx(expected, rel=1e-6)
+    expected = binary_cross_entropy_with_logits(torch.tensor(scores), torch.tensor(labels), reduction="sum")
+    torch.testing.assert_close(found.total, expected)
     told = {name: float(value) for name, value in found.stats.items()}
     assert told == pytest.approx({"accuracy": 3, "good": 1, "chosen_score": 0.7, "rejected_score": 1.8})
     assert float(found.count) == 4
@@ -73,12 +75,18 @@ def test_labelled_is_binary_cross_entropy() -> None:
 
 def test_low_precision_is_computed_in_float32() -> None:
     """Scores near 256, where a step of bfloat16 is 2."""
-    scores, worse = (256 + 2 * torch.arange(3.0)).bfloat16(), worse_of([[2, 1, 3]])
-    for low, exact in (
-        [listwise_reward_loss(x, worse=worse, lists=1) for x in (scores, scores.double())],
-        [labelled_reward_loss(x, labels=torch.zeros(3)) for x in (scores, scores.double())],
-    ):
-        assert float(low.total) == pytest.approx(float(exact.total), rel=1e-5)
+    scores, worse = (256 + 2 * torch.arange(3.0)).bfloat16().requires_grad_(), worse_of([[2, 1, 3]])
+    losses: list[Callable[[Tensor], LossSum]] = [
+        lambda x: listwise_reward_loss(x, worse=worse, lists=1),
+        lambda x: labelled_reward_loss(x, labels=torch.zeros(3)),
+        lambda x: pairwise_reward_loss(x[:2], rejected=x[1:], margin=x[:2] / 512, centering_coef=0.1),
+    ]
+    for loss in losses:
+        low, exact = loss(scores), loss(scores.double())
+        torch.testing.assert_close(low.total, exact.total.float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(low.stats, {name: value.float() for name, value in exact.stats.items()})
+        assert low.count.dtype is torch.float32
+        assert not any(tensor.requires_grad for tensor in (low.count, *low.stats.values()))
 
 
 def test_empty_batches_are_0_and_keep_their_graph() -> None:

@@ -52,10 +52,16 @@ def test_products_add_up(dtype: torch.dtype, device: str) -> None:
 def test_log_probs_of_a_low_precision_head_are_those_of_float32_logits(dtype: torch.dtype, device: str) -> None:
     hidden, weight, bias = factors(dtype, device)
     labels = torch.arange(11, device=device)
-    logits = hidden.float() @ weight.float().t() + bias.float()
+    low = [tensor.requires_grad_() for tensor in (hidden, weight)]
+    exact = [tensor.detach().float().requires_grad_() for tensor in low]
+    logits = exact[0] @ exact[1].t() + bias.float()
     expected = token_logprobs(logits[None], labels=labels[None])[0]
     found, _ = logprobs_from_hidden(hidden, weight=weight, bias=bias, labels=labels, chunk_tokens=4)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), low), torch.autograd.grad(expected.sum(), exact), strict=True
+    ):
+        assert float((one.float() - other).norm() / other.norm()) < 5e-3
     rounded, _ = logprobs_from_hidden(
         hidden, weight=weight, bias=bias, labels=labels, chunk_tokens=4, float32_logits=False
     )

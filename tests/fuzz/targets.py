@@ -10,7 +10,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -79,25 +79,13 @@ def command_line(data: bytes) -> None:
         refused(lambda: parse_config(SmallConfig, words))
 
 
-def jsonl(data: bytes) -> None:
-    rows(written("rows.jsonl", data))
-
-
-def json_list(data: bytes) -> None:
-    rows(written("rows.json", data))
-
-
-def parquet(data: bytes) -> None:
-    rows(written("rows.parquet", data))
-
-
-def rows(file: Path) -> None:
+def rows(name: str, data: bytes) -> None:
     """A row that is accepted can be tokenised and stored, and its numbers are finite."""
     from hybrid_rlhf.data import encoding
     from hybrid_rlhf.data.rows.formats import read_preference_row, read_ptx_row, read_sft_row
     from hybrid_rlhf.data.rows.sources import open_source
 
-    for place, row in (refused(lambda: list(open_source(str(file)))) or [])[:20]:
+    for place, row in (refused(lambda: list(open_source(str(written(name, data))))) or [])[:20]:
         for adapter in (read_sft_row, read_ptx_row):
             record = refused(adapter, place, row)
             encoded = record and refused(encoding.encode_conversation_row, place, record, model()[1], 64)
@@ -116,22 +104,6 @@ def rows(file: Path) -> None:
 def safetensors_header(data: bytes) -> None:
     """A file of weights with such a header, its length before it and a few bytes after it."""
     loaded("model.safetensors", len(data).to_bytes(8, "little") + data + b"\0" * 64)
-
-
-def safetensors(data: bytes) -> None:
-    loaded("model.safetensors", data)
-
-
-def config_json(data: bytes) -> None:
-    loaded("config.json", data)
-
-
-def tokenizer_config_json(data: bytes) -> None:
-    loaded("tokenizer_config.json", data)
-
-
-def weights_index_json(data: bytes) -> None:
-    loaded("model.safetensors.index.json", data)
 
 
 def loaded(name: str, data: bytes) -> None:
@@ -192,21 +164,18 @@ def refused(read: Callable[..., Any], *arguments: Any) -> Any:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target
-    for target in (
-        yaml,
-        command_line,
-        jsonl,
-        json_list,
-        parquet,
-        deepspeed_json,
-        manifest,
-        safetensors_header,
-        safetensors,
-        config_json,
-        tokenizer_config_json,
-        weights_index_json,
-    )
+    "yaml": yaml,
+    "command_line": command_line,
+    "jsonl": partial(rows, "rows.jsonl"),
+    "json_list": partial(rows, "rows.json"),
+    "parquet": partial(rows, "rows.parquet"),
+    "deepspeed_json": deepspeed_json,
+    "manifest": manifest,
+    "safetensors_header": safetensors_header,
+    "safetensors": partial(loaded, "model.safetensors"),
+    "config_json": partial(loaded, "config.json"),
+    "tokenizer_config_json": partial(loaded, "tokenizer_config.json"),
+    "weights_index_json": partial(loaded, "model.safetensors.index.json"),
 }
 
 
@@ -216,47 +185,46 @@ def all_targets(data: bytes) -> None:
         list(TARGETS.values())[data[0] % len(TARGETS)](data[1:])
 
 
+ROWS = (
+    '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\\ud83d\\ude00"}]}',
+    '{"prompt": "q", "chosen": "a", "rejected": [{"role": "assistant", "content": "b"}], "margin": 0.5}',
+    '{"prompt": "q", "responses": ["a", "b"], "ranks": [1, 2]}',
+)
+YAML = (
+    "seed: 0x10\noptimizer: &o {lr: 1.0e-5, betas: [0.9, 0.95], eps: .1}\nlora: {alpha: .inf}\n"
+    "data: {sources: [a.jsonl, {path: b, weight: 0.5}], split: [2, 4, 4], cache_dir: null}\nsteps: 1_0\n"
+    "parts: [{urls: ['http://h:80/?k=${X}'], weight: !!float 1}]\nprofile_steps: [1]\nname: 2024-01-01\n"
+)
+SEEDS = {
+    "yaml": [*YAML.splitlines(), YAML],
+    "command_line": [
+        "--seed\n1\n--steps=5",
+        "--data.sources\n[a, {path: b, weight: 2}]",
+        "--lora\n{rank: 2}\n--model.gradient_checkpointing\nyes",
+    ],
+    "jsonl": ["\n".join(ROWS), *ROWS],
+    "json_list": [f"[{','.join(ROWS)}]"],
+    "deepspeed_json": ['{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}'],
+    "safetensors_header": ['{"a":{"dtype":"F32","shape":[4,4],"data_offsets":[0,64]},"__metadata__":{"format":"pt"}}'],
+    "weights_index_json": ['{"metadata": {"total_size": 5}, "weight_map": {"lm_head.weight": "model.safetensors"}}'],
+}
+
+
 def seeds(name: str) -> list[bytes]:
     """Inputs to begin with: whole ones, which mutation breaks."""
     if name == "all":
         return [bytes([place]) + seed for place, target in enumerate(TARGETS) for seed in seeds(target)]
-    rows = (
-        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\\ud83d\\ude00"}]}',
-        '{"prompt": "q", "chosen": "a", "rejected": [{"role": "assistant", "content": "b"}], "margin": 0.5}',
-        '{"prompt": "q", "responses": ["a", "b"], "ranks": [1, 2]}',
-    )
-    if name == "yaml":
-        text = (
-            "seed: 0x10\noptimizer: &o {lr: 1.0e-5, betas: [0.9, 0.95], eps: .1}\nlora: {alpha: .inf}\n"
-            "data: {sources: [a.jsonl, {path: b, weight: 0.5}], split: [2, 4, 4], cache_dir: null}\nsteps: 1_0\n"
-            "parts: [{urls: ['http://h:80/?k=${X}'], weight: !!float 1}]\nprofile_steps: [1]\nname: 2024-01-01\n"
-        )
-        return [line.encode() for line in (*text.splitlines(), text)]
-    if name == "command_line":
-        return [
-            b"--seed\n1\n--steps=5",
-            b"--data.sources\n[a, {path: b, weight: 2}]",
-            b"--lora\n{rank: 2}\n--model.gradient_checkpointing\nyes",
-        ]
-    if name == "jsonl":
-        return ["\n".join(rows).encode(), *(row.encode() for row in rows)]
-    if name == "json_list":
-        return [f"[{','.join(rows)}]".encode()]
+    if name in SEEDS:
+        return [seed.encode() for seed in SEEDS[name]]
+    file = model()[0] / {"safetensors": "model.safetensors"}.get(name, f"{name.removesuffix('_json')}.json")
     if name == "parquet":
         import datasets
 
-        datasets.Dataset.from_list([{"text": "t", "margin": 1.0, "list": [1]}]).to_parquet(folder() / "seed.parquet")
-        return [(folder() / "seed.parquet").read_bytes()]
+        file = folder() / "seed.parquet"
+        datasets.Dataset.from_list([{"text": "t", "margin": 1.0, "list": [1]}]).to_parquet(file)
     if name == "manifest":
         from hybrid_rlhf.runtime.files.checkpoint_folder import write_manifest
 
+        file = folder() / "manifest.json"
         write_manifest(folder(), {"step": 3, "files": {"a": {"bytes": 1, "crc32": 2}}, "figures": {}})
-        return [(folder() / "manifest.json").read_bytes()]
-    if name == "deepspeed_json":
-        return [b'{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}']
-    if name == "safetensors_header":
-        return [b'{"a":{"dtype":"F32","shape":[4,4],"data_offsets":[0,64]},"__metadata__":{"format":"pt"}}']
-    if name == "weights_index_json":
-        return [b'{"metadata": {"total_size": 5}, "weight_map": {"lm_head.weight": "model.safetensors"}}']
-    file = {"safetensors": "model.safetensors"}.get(name, f"{name.removesuffix('_json')}.json")
-    return [(model()[0] / file).read_bytes()]
+    return [file.read_bytes()]

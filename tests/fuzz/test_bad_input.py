@@ -47,6 +47,8 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.world import solo_world
 from tests.fuzz.cases import DATA, FILES, LINES, ROWS
+from tests.support.commands import DOING
+from tests.support.remedies import require_accepted
 from tests.support.runs import run_python
 
 CONFIGS: dict[str, Any] = {"sft": SFTConfig, "rl": RLConfig, "pipeline": PipelineConfig, "generate": GenerateConfig}
@@ -61,8 +63,8 @@ FORMATS: dict[str, Callable[..., Any]] = {
 Change = Callable[[Path], Any]
 
 
-def check_error(read: Callable[[], Any], fragments: str, folder: Path) -> None:
-    """`read` fails as a command does, and its error line matches the fragments."""
+def check_error(read: Callable[[], Any], fragments: str, folder: Path) -> str:
+    """`read` fails as a command does, and its error line, which is returned, matches the fragments."""
     stderr = io.StringIO()
     gc.collect()
     gc.disable()  # a finalizer of another test that fails in a deep recursion would write to stderr
@@ -73,11 +75,14 @@ def check_error(read: Callable[[], Any], fragments: str, folder: Path) -> None:
         gc.enable()
     assert ended.value.code == 2
     check_line(stderr.getvalue(), fragments, folder)
+    return stderr.getvalue()
 
 
 def check_line(output: str, fragments: str, folder: Path) -> None:
-    """The output is one line, `error: RULE AND VALUE: FIX`, with the fragments in this order; D is the folder."""
-    line = output.replace(str(folder), "D")
+    """The output is one line, `error: RULE AND VALUE: FIX`, with the fragments in this order, after what a command says
+    that it does; D is the folder."""
+    lines = output.replace(str(folder), "D").splitlines(keepends=True)
+    line = "".join(text for text in lines if not text.startswith(DOING))
     assert line.startswith("error: ") and line.endswith("\n") and line.count("\n") == 1, line
     assert line.removeprefix("error: ").rpartition(": ")[0], f"no fix: {line}"
     position = 0
@@ -91,32 +96,23 @@ def number(case: object) -> str:
     return ""  # cases are identified by their index
 
 
-@pytest.mark.parametrize(
-    ("config", "line", "expected"), [(config, *case) for config, cases in LINES.items() for case in cases], ids=number
-)
-def test_a_line(config: str, line: str, expected: str, tmp_path: Path) -> None:
-    check_error(lambda: parse_line(config, shlex.split(line)), expected, tmp_path)
-
-
-def parse_line(config: str, line: list[str]) -> None:
-    parsed = parse_config(CONFIGS[config], line)
+def read_line(folder: Path, config: str, line: str) -> None:
+    parsed = parse_config(CONFIGS[config], shlex.split(line))
     if config == "pipeline":
         check_ranks(parsed)
 
 
-@pytest.mark.parametrize(("content", "expected"), FILES, ids=number)
-def test_a_config_file(content: str | bytes, expected: str, tmp_path: Path) -> None:
-    write(tmp_path / "c.yaml", content)
-    check_error(lambda: parse_config(SFTConfig, ["--config", str(tmp_path / "c.yaml")]), expected, tmp_path)
+def read_config(folder: Path, content: str | bytes) -> None:
+    write(folder / "c.yaml", content)
+    parse_config(SFTConfig, ["--config", str(folder / "c.yaml")])
 
 
 JSON_LINES = [("rows.jsonl", content, kind, f"D/rows.jsonl:1 ... {fragments}") for content, kind, fragments in ROWS]
 
 
-@pytest.mark.parametrize(("name", "content", "kind", "expected"), [*JSON_LINES, *DATA], ids=number)
-def test_a_data_file(name: str, content: str | bytes, kind: str, expected: str, tmp_path: Path) -> None:
-    write(tmp_path / name, content)
-    check_error(lambda: read_rows(tmp_path / name, FORMATS[kind]), expected, tmp_path)
+def read_data(folder: Path, name: str, content: str | bytes, kind: str) -> None:
+    write(folder / name, content)
+    read_rows(folder / name, FORMATS[kind])
 
 
 def write(file: Path, content: str | bytes) -> None:
@@ -132,7 +128,8 @@ def loop(place: Path) -> None:
 
 
 def damaged_data_set(place: Path) -> None:
-    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(place)
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress
+        datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(place)
     (place / "state.json").write_text("{}")
 
 
@@ -141,6 +138,15 @@ def damaged_text(place: Path) -> None:
     buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
     table = pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)})
     pyarrow.parquet.write_table(table, place)
+
+
+def read_place(folder: Path, name: str, make: Change) -> None:
+    make(folder / name)
+    read_rows(folder / name)
+
+
+def read_name(folder: Path, name: str) -> None:
+    read_rows(name)
 
 
 def parquet(columns: dict[str, Any]) -> Change:
@@ -168,12 +174,6 @@ PLACES: list[tuple[str, Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "make", "expected"), PLACES, ids=number)
-def test_a_place_of_data(name: str, make: Change, expected: str, tmp_path: Path) -> None:
-    make(tmp_path / name)
-    check_error(lambda: read_rows(tmp_path / name), expected, tmp_path)
-
-
 NAMES = [
     ("/dev/zero", "/dev/zero ... pipe or a device"),
     (
@@ -187,11 +187,6 @@ NAMES = [
         "x" * 300 + " ... (File name too long)",
     ),
 ]
-
-
-@pytest.mark.parametrize(("name", "expected"), NAMES, ids=number)
-def test_a_name_of_data(name: str, expected: str, tmp_path: Path) -> None:
-    check_error(lambda: read_rows(name), expected, tmp_path)
 
 
 def edit(name: str, **changes: Any) -> Change:
@@ -247,9 +242,7 @@ MODELS = [
         lambda m: (m / WEIGHTS).unlink(),
         "a model folder must have a model.safetensors, D/m has no weights: copy the model again",
     ),
-    (put(WEIGHTS, b""), f"{HEADER}: header too small): copy it again"),
     (cut(WEIGHTS, 30_000), f"{HEADER}: incomplete metadata, file not fully covered): copy it again"),
-    (cut(WEIGHTS, 50), f"{HEADER}: invalid header length): copy it again"),
     (put(WEIGHTS, "version https://git-lfs.github.com/spec/v1\n"), f"{HEADER}: header too large): copy it again"),
     (put(INDEX, "{}"), f"{INDEX} must map weights to files beside it, D/m/{INDEX} does not: copy the model again"),
     (
@@ -266,7 +259,6 @@ MODELS = [
         "config.json ... JSON ... D/m/config.json:1 ... (Expecting property name enclosed in double quotes)",
     ),
     (put("config.json", "[]"), "config.json ... JSON ... object ... D/m/config.json"),
-    (put("config.json", "{}".encode("utf-16")), "D/m/config.json ... UTF-16 ... UTF-8"),
     (
         put("config.json", '{"model_type": "llama", "model_type": "gpt2"}'),
         "config.json ... JSON ... D/m/config.json:1 ... 'model_type'",
@@ -320,7 +312,6 @@ MODELS = [
         "a tokenizer must have an EOS token, D/m has none: set tokenizer.eos_token and save it beside the model",
     ),
     (put("tokenizer.json", "{}"), "D/m ... ('added_tokens')"),
-    (put("tokenizer.json", "[]"), "D/m ... ('str' object cannot be interpreted as an integer)"),
     (
         put("tokenizer_config.json", "{"),
         "D/m ... (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
@@ -391,9 +382,8 @@ MODEL_NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "expected"), MODEL_NAMES, ids=number)
-def test_a_model_name(name: str, expected: str, tmp_path: Path) -> None:
-    check_error(lambda: load(name), expected, tmp_path)
+def load_name(folder: Path, name: str) -> None:
+    load(name)
 
 
 MODULES = [
@@ -431,12 +421,10 @@ JSONS = [
 ]
 
 
-@pytest.mark.parametrize(("content", "expected"), JSONS, ids=number)
-def test_a_json_file(content: str | bytes | None, expected: str, tmp_path: Path) -> None:
-    file = tmp_path / "ds.json"
+def read_json(folder: Path, content: str | bytes | None) -> None:
     if content is not None:
-        write(file, content)
-    check_error(lambda: read_overrides(str(file)), expected, tmp_path)
+        write(folder / "ds.json", content)
+    read_overrides(str(folder / "ds.json"))
 
 
 HOSTS = [
@@ -447,11 +435,34 @@ HOSTS = [
 ]
 
 
-@pytest.mark.parametrize(("content", "expected"), HOSTS, ids=number)
-def test_a_hostfile(content: str, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text(content)
-    line = ["--launcher.hostfile", str(tmp_path / "hosts")]
-    check_error(lambda: parse_line("pipeline", line), expected, tmp_path)
+def read_hosts(folder: Path, content: str) -> None:
+    write(folder / "hosts", content)
+    read_line(folder, "pipeline", f"--launcher.hostfile {folder}/hosts")
+
+
+CASES = [
+    (read, *case)
+    for read, cases in (
+        (read_line, [(config, *case) for config, cases in LINES.items() for case in cases]),
+        (read_config, FILES),
+        (read_data, [*JSON_LINES, *DATA]),
+        (read_place, PLACES),
+        (read_name, NAMES),
+        (load_name, MODEL_NAMES),
+        (read_json, JSONS),
+        (read_hosts, HOSTS),
+    )
+    for case in cases
+]
+"""A function of a folder and inputs, the inputs, the fragments of the line."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=number)
+def test_an_error_is_a_line(case: tuple[Any, ...], tmp_path: Path) -> None:
+    read, *inputs, expected = case
+    line = check_error(lambda: read(tmp_path, *inputs), expected, tmp_path)
+    if read is read_line:
+        require_accepted(line, [CONFIGS[inputs[0]]])
 
 
 COMMANDS = [

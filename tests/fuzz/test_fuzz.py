@@ -70,11 +70,6 @@ def fuzz(target: str, seconds: int) -> None:
     assert int(done.stdout.split()[1]) > 100, done.stdout
 
 
-@pytest.mark.faults  # .ci/run has two minutes of it after the tests
-def test_the_readers_for_a_moment() -> None:
-    fuzz("all", 10)
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_reader_for_two_minutes(target: str) -> None:

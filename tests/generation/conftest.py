@@ -15,7 +15,7 @@ from hybrid_rlhf.runtime.world import default_device
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Tokens of each forward of a decoder."""
-    sizes: list[int] = []
+    sizes = []
     hidden = Decoder.hidden
     monkeypatch.setattr(
         Decoder, "hidden", lambda self, t, *rest, **more: sizes.append(len(t)) or hidden(self, t, *rest, **more)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, compiled
+
 
 def hugging_face_greedy(
     model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, *, stop: Sequence[int] | None = None
@@ -22,7 +24,13 @@ def hugging_face_greedy(
         pad_token_id=0,
         eos_token_id=stop,
     )
-    return whole[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+    return whole[0, len(prompt) :].tolist()
+
+
+def assert_fits(script: str, calls: str) -> None:
+    """That kernels compile for a GPU and fit into its shared memory; `calls` give the bytes that they take."""
+    taken = compiled(f"{script}print(json.dumps([{calls}]))")
+    assert 0 < max(taken) <= LEAST_SHARED_BYTES, taken
 
 
 def exact_attention(

@@ -144,6 +144,11 @@ def test_a_block_is_copied_only_when_all_of_it_is_computed() -> None:
     assert pool.match(other).tail is None
     table.set_ready(1, 23, of=23)
     assert pool.match(other).tail_tokens == 8
+    never = BlockTable(pool)
+    never.extend(40)
+    never.index([7] * 40)
+    never.release()
+    assert not pool.match([7] * 40).blocks
 
 
 def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_beginning() -> None:
@@ -163,16 +168,6 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_
     assert [len(pool.match([*tokens, 9]).blocks) for tokens in texts] == [2, 1]
     other.extend(4 * BLOCK_TOKENS)
     assert [len(pool.match([*tokens, 9]).blocks) for tokens in texts] == [2, 0]
-
-
-def test_a_block_that_was_not_computed_is_not_found() -> None:
-    pool, tokens = BlockPool(PLAIN, 9), list(range(40))
-    table = BlockTable(pool)
-    table.extend(40)
-    table.index(tokens)
-    assert pool.match(tokens).tail is None, "its end would be copied before it is computed"
-    table.release()
-    assert not pool.match(tokens).blocks
 
 
 def test_a_grown_pool_hands_out_each_page_once() -> None:

@@ -70,20 +70,19 @@ class Cache:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("d", "group"), [(8, 1), (16, 3), (20, 8), (64, 3), (80, 4), (96, 1), (128, 8), (256, 4)])
-def test_attention_over_blocks_of_ragged_rows(d: int, group: int, dtype: torch.dtype) -> None:
-    cache = Cache([1, 16, 17, 300, 100], kv_heads=2, group=group, d=d, dtype=dtype)
-    torch.testing.assert_close(cache.attend().double(), cache.expected(), **tolerance(dtype))
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_tokens", [5, 16, 64])
-@pytest.mark.parametrize("given", ["window", "softcap", "bias", "sinks", "all"])
-def test_attention_with_what_models_change(given: str, block_tokens: int, dtype: torch.dtype) -> None:
-    cache = Cache([1, 40, 41, 333], kv_heads=2, group=3, d=48, dtype=dtype, block_tokens=block_tokens)
-    options = {"window": 40, "softcap": 2.0, "bias": torch.randn(6, 400), "sinks": torch.randn(6)}
-    options = options if given == "all" else {given: options[given]}
+@pytest.mark.parametrize(
+    ("d", "group", "block_tokens", "given"),
+    [
+        *((d, group, 16, "") for d, group in [(8, 1), (16, 3), (20, 8), (64, 3), (80, 4), (96, 1), (128, 8), (256, 4)]),
+        *((48, 3, size, each) for size in (5, 16, 64) for each in ("window", "softcap", "bias", "sinks", "all")),
+    ],
+)
+def test_attention_over_blocks_of_ragged_rows(
+    d: int, group: int, block_tokens: int, given: str, dtype: torch.dtype
+) -> None:
+    cache = Cache([1, 16, 17, 40, 41, 333], kv_heads=2, group=group, d=d, dtype=dtype, block_tokens=block_tokens)
+    options = {"window": 40, "softcap": 2.0, "bias": torch.randn(2 * group, 400), "sinks": torch.randn(2 * group)}
+    options = {name: value for name, value in options.items() if given in (name, "all")}
     torch.testing.assert_close(cache.attend(**options).double(), cache.expected(**options), **tolerance(dtype))
 
 
@@ -204,7 +203,6 @@ def test_threads_are_those_of_torchs_openmp_runtime() -> None:
     """A second runtime would have threads of its own, which wait for work on the cores of torch's."""
     torch_library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
     of_torch = ctypes.cast(torch_library.omp_get_max_threads, ctypes.c_void_p).value
-    assert of_torch is not None
     assert mapped_file(compiled.openmp_parallel()) == mapped_file(of_torch)
     assert b"omp.so" not in Path(compiled.load(cpu_kernels._SOURCE)._name).read_bytes()
 

@@ -17,8 +17,9 @@ from hybrid_rlhf.generation.model import experts as experts_module
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
+from tests.generation.references import assert_fits
 from tests.support.marks import faults
-from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled, count_launches
+from tests.support.triton_kernels import HALF, count_launches
 
 pytest.importorskip("triton")
 
@@ -26,7 +27,6 @@ ROUTERS = {
     "softmax": Experts(count=6, per_token=2),
     "softmax of many": Experts(count=40, per_token=3, normalise=True, scale=1.5),
     "softmax in groups": Experts(count=12, per_token=3, groups=4, chosen_groups=2, group_scores=1),
-    "softmax of chosen": Experts(count=6, per_token=4, router="softmax_of_chosen"),
     "softmax of many chosen": Experts(count=70, per_token=4, router="softmax_of_chosen", scale=0.5),
     "sigmoid": Experts(count=24, per_token=5, router="sigmoid", normalise=True),
     "sigmoid in groups": Experts(
@@ -87,7 +87,7 @@ def test_of_equal_choices_the_first_is_taken(on_the_device: None) -> None:
     torch.testing.assert_close(weights, torch.full((2, 3), 1 / 20))
 
 
-PRODUCTS: dict[str, tuple[Experts, dict[str, Any]]] = {
+PRODUCTS = {
     "plain": (Experts(count=6, per_token=2), {}),
     "many, of which few are chosen": (Experts(count=40, per_token=2), {}),
     "one": (Experts(count=1, per_token=1), {}),
@@ -99,6 +99,7 @@ PRODUCTS: dict[str, tuple[Experts, dict[str, Any]]] = {
     "of the last rank": (Experts(count=6, per_token=2), {"mine": range(4, 6)}),
     "of a rank, with biases": (Experts(count=24, per_token=2), {"mine": range(8, 16), "biased": True}),
     "sparsemixer": (Experts(count=18, per_token=2, router="sparsemixer", near=0.6), {}),
+    "in half precision": (Experts(count=6, per_token=2, normalise=True), {"dtype": HALF, "biased": True}),
 }
 
 
@@ -111,7 +112,7 @@ def compare(experts: RoutedExperts, x: Tensor, activation: Activation) -> None:
         gate, up = both.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
 
-    routes: list[Tensor] = []
+    routes = []
     expected = experts(x, activate, routes=routes)
     found = experts(x, activate, kernels=kernels, activation=activation, routes=routes)
     close = {"atol": 1e-5, "rtol": 1e-4} if x.dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
@@ -122,25 +123,12 @@ def compare(experts: RoutedExperts, x: Tensor, activation: Activation) -> None:
 @pytest.mark.parametrize("tokens", [1, 5, faults(70)])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_experts_compute_as_torch_does(name: str, tokens: int, on_the_device: None) -> None:
-    """Few tokens have a program for each choice, others one for each expert."""
+    """Few tokens have a program for each choice, others one for each expert; activations take turns."""
     torch.manual_seed(0)
     kind, given = PRODUCTS[name]
-    compare(routed_experts(kind, **given), torch.randn(tokens, 56), "silu")
-
-
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation_is_computed(activation: Activation, gated: bool, on_the_device: None) -> None:
-    torch.manual_seed(0)
-    kind = Experts(count=4, per_token=2)
-    compare(routed_experts(kind, gated=gated), torch.randn(9, 56), activation)
-
-
-def test_experts_in_half_precision(on_the_device: None) -> None:
-    """Rounded between the launches."""
-    torch.manual_seed(0)
-    kind = Experts(count=6, per_token=2, normalise=True)
-    compare(routed_experts(kind, HALF, biased=True), torch.randn(20, 56).to(HALF), "gelu")
+    experts = routed_experts(kind, **given)
+    activation = [*ACTIVATIONS][[*PRODUCTS].index(name) % len(ACTIVATIONS)]
+    compare(experts, torch.randn(tokens, 56).to(experts.up.dtype), activation)
 
 
 @pytest.mark.parametrize("tokens", [3, 150])
@@ -188,9 +176,14 @@ def products(target, model, tokens, count, k, activation=0, gated=True, transpos
                        ACTIVATION=activation, BIAS=activation < 0, WEIGHS=inputs), model, target, options)
     yield shared_bytes(experts._down_kernel, dict(tile, **layout, OUTPUTS=experts._OUTPUTS, BIAS=activation < 0,
                        WEIGHS=not inputs), model, target, options)
+
+def mixture(target, kind, given):
+    for model, tokens in (("*bf16", 1), ("*bf16", 256), ("*fp32", 256)):
+        yield route(target, model, **kind)
+        yield from products(target, model, tokens, kind["count"], kind["per_token"], **given)
 """
 
-MIXTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+MIXTURES = {
     "Qwen3-30B-A3B": ({"count": 128, "per_token": 8, "normalise": True}, {}),
     "Mixtral": ({"count": 8, "per_token": 2, "normalise": True}, {}),
     "gpt-oss 20B": ({"count": 32, "per_token": 4, "router": "softmax_of_chosen"}, {"activation": -1}),
@@ -222,15 +215,5 @@ MIXTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 )
 def test_kernels_of_mixtures_compile_for_a_gpu_and_fit_into_shared_memory(target: int, names: list[str]) -> None:
     """With the tiles of published models at few tokens and at most; sizes besides those of a tile are not constants."""
-    taken = {}
-    for name in names:
-        kind, products = MIXTURES[name]
-        sizes = {"count": kind["count"], "k": kind["per_token"], **products}
-        calls = [
-            f"route({target}, model, **{kind})",
-            f"*products({target}, model, tokens, **{sizes})",
-        ]
-        loops = "for model, tokens in (('*bf16', 1), ('*bf16', 256), ('*fp32', 256))"
-        taken[name] = compiled(f"{_EXPERTS}print(json.dumps([[{', '.join(calls)}] {loops}]))")
-    found = {name: max(max(of_size) for of_size in own) for name, own in taken.items()}
-    assert all(0 < most <= LEAST_SHARED_BYTES for most in found.values()), taken
+    calls = ", ".join(f"*mixture({target}, {kind}, {given})" for kind, given in map(MIXTURES.__getitem__, names))
+    assert_fits(_EXPERTS, calls)

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from queue import SimpleQueue
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from hybrid_rlhf.generation.batching import capacity
 from hybrid_rlhf.generation.batching.continuous import BatchLoad, ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
-from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, PromptBatch, StreamedToken, Submission
+from hybrid_rlhf.generation.open_batch import OpenBatch, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion
 from tests.support.clock import wait_until
 from tests.support.devices import DEVICES
@@ -55,7 +56,7 @@ def submitted(batch: OpenBatch, prompts: list[list[int]], each: list[SamplingPar
 
 def all_of(steps: Steps) -> list[StreamedToken]:
     """The tokens of a completion, or those before its request ended without it."""
-    tokens: list[StreamedToken] = []
+    tokens = []
     while not tokens or tokens[-1].finish_reason is None:
         new = steps.get(timeout=60)
         if not new:
@@ -84,13 +85,10 @@ def test_requests_of_many_threads_have_the_tokens_that_they_have_alone(backend: 
         with ThreadPoolExecutor(len(kinds)) as pool:
             found = list(pool.map(client, range(len(kinds))))
     for completions, delivered in zip(expected, found, strict=True):
-        assert ids_of(delivered) == [[sample.token_ids for sample in samples] for samples in completions]
-        for samples, streams in zip(completions, delivered, strict=True):
-            for sample, stream in zip(samples, streams, strict=True):
-                assert stream[-1].finish_reason == sample.finish_reason
-                assert [token.finish_reason for token in stream[:-1]] == [None] * (len(stream) - 1)
-                streamed = torch.tensor([token.logprob for token in stream])
-                torch.testing.assert_close(streamed, torch.tensor(sample.logprobs), atol=1e-4, rtol=0)
+        for sample, stream in zip(sum(completions, []), sum(delivered, []), strict=True):
+            assert [token.token_id for token in stream] == sample.token_ids
+            assert [token.finish_reason for token in stream] == [None] * (len(stream) - 1) + [sample.finish_reason]
+            assert [token.logprob for token in stream] == pytest.approx(sample.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize(("name", "chunk"), [("mistral", 4), ("qwen3_5", 1000)])
@@ -134,10 +132,11 @@ def test_prompt_logprobs_are_those_of_the_training_forward(backend: str) -> None
         found = batch.prompt_logprobs(prompt, top=3).result()
         ids = torch.tensor([prompt])
         expected = token_logprobs(model(ids).logits[:, :-1], labels=ids[:, 1:])[0]
-        torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-4, rtol=0)
+        assert found.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
         values, tokens = model(ids).logits[0, :-1].log_softmax(dim=-1).topk(3)
-        assert [[token for token, _ in pairs] for pairs in found.top] == tokens.tolist()
-        torch.testing.assert_close(torch.tensor(found.top)[..., 1], values, atol=1e-4, rtol=0)
+        top = torch.tensor(found.top)
+        assert torch.equal(top[..., 0].long(), tokens)
+        torch.testing.assert_close(top[..., 1], values, atol=1e-4, rtol=0)
         assert batch.prompt_logprobs([5]).result().logprobs == []
 
 
@@ -176,7 +175,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, seeds: set[int], *, after: int) -> N
     append = Request.append
 
     def failing(request: Request, *values: float) -> None:
-        append(request, *values)  # type: ignore[arg-type]
+        append(request, *values)
         if request.params.seed in seeds and len(request.token_ids) > after:
             raise ArithmeticError
 
@@ -220,7 +219,7 @@ def test_a_request_that_arrives_while_others_are_tried_fails_alone(
     """It fails in the first step after the trial, before any token of the others is delivered."""
     poison(monkeypatch, {100, 101}, after=0)
     isolate = OpenBatch._isolate
-    late: list[Submission] = []
+    late = []
 
     def with_arrival(batch: OpenBatch, error: Exception) -> None:
         if not late:
@@ -320,12 +319,10 @@ def test_the_most_likely_tokens_are_those_of_the_full_softmax(backend: str) -> N
     ids = [*PROMPTS[0], *(token.token_id for token in found)]
     with torch.no_grad():
         logits = tiny_model()(torch.tensor([ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
-    expected = torch.log_softmax(logits.float() / 0.7, dim=-1).topk(7)
-    for place, token in enumerate(found):
-        assert [other for other, _ in token.top] == expected.indices[place].tolist()
-        torch.testing.assert_close(
-            torch.tensor([value for _, value in token.top]), expected.values[place], atol=1e-4, rtol=1e-4
-        )
+    values, tokens = torch.log_softmax(logits.float() / 0.7, dim=-1).topk(7)
+    top = torch.tensor([token.top for token in found])
+    assert torch.equal(top[..., 0].long(), tokens)
+    torch.testing.assert_close(top[..., 1], values, atol=1e-4, rtol=1e-4)
 
 
 def test_an_open_batch_computes_few_prompt_tokens_at_once(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
@@ -351,7 +348,6 @@ def test_new_weights_reach_running_requests(
     newer_model = variant(name, seed=1).to(device)
     older = engine_of(variant(name, seed=0).to(device))
     newer = engine_of(newer_model)
-    assert older._shared is not None
     prompt = random_tokens(40)
     sampling = SamplingParams(max_new_tokens=60, seed=3)
     steps = Steps()
@@ -359,13 +355,13 @@ def test_new_weights_reach_running_requests(
         batch.submit(PromptBatch([prompt], [sampling]), steps.put)
         before = [token for _ in range(9) for token in steps.get(timeout=60)]
         with batch.paused():
-            older.backend.sync_weights(older._shared.replaced(newer_model))  # type: ignore[union-attr]
+            older.backend.sync_weights(older._shared.replaced(newer_model))
             batch.renew(7, recompute=recompute)
             before += [token for _ in range(steps.qsize()) for token in steps.get_nowait()]
         tokens = before + all_of(steps)
         later = completed(batch, [prompt], replace(sampling, seed=4))
     completion = tokens[-1].completion
-    assert completion is not None and completion.token_ids == [token.token_id for token in tokens]
+    assert completion.token_ids == [token.token_id for token in tokens]
     count = len(before)
     assert completion.weight_versions == [0] * count + [7] * (len(tokens) - count)
     (alone,) = newer.generate([prompt], replace(sampling, seed=4))
@@ -384,34 +380,26 @@ def test_the_first_token_of_a_request_is_there_within_two_steps(ahead: int, monk
     launched ahead comes before. A running request has a token of each step, so its tokens count them, whatever the load
     of the machine."""
     keep_in_flight(monkeypatch, ahead)
-    tokens = 4000
-    long = replace(SAMPLED, max_new_tokens=tokens, min_new_tokens=tokens, n=1)
+    long = replace(SAMPLED, max_new_tokens=4000, min_new_tokens=4000, n=1)
     short = replace(long, max_new_tokens=2, min_new_tokens=2)
-    engine = engine_of(tiny_model(max_position_embeddings=5000), tokenizer=tiny_tokenizer())
-    counted: list[int] = []
+    engine = engine_of(tiny_model(max_position_embeddings=5000))
+    counted = []
     """Tokens of a running request."""
-    waited: list[int] = []
+    waited = []
     with engine.open(rows=16, max_tokens=4500) as batch:
-        running = [batch.submit(PromptBatch([[5, 6, number]], long), lambda _: None) for number in range(7)]
-        running.append(
-            batch.submit(PromptBatch([[7, 8, 9]], long), lambda new: counted.extend(token.token_id for token in new))
-        )
-        wait_until(lambda: len(counted) > 0)
+        takers = [counted.extend, *[lambda _: None] * 7]
+        running = [batch.submit(PromptBatch([[5, 6, place]], long), taker) for place, taker in enumerate(takers)]
+        wait_until(lambda: bool(counted))
         for number in range(40):
-            arrived: list[int] = []
+            first = SimpleQueue()
 
-            def deliver(new: list[StreamedToken], arrived: list[int] = arrived) -> None:
-                if new and len(arrived) == 1:
-                    arrived.append(len(counted))
+            def arrive(length: int = 20 + number, first: SimpleQueue[int] = first) -> int:
+                batch.submit(PromptBatch([random_tokens(length)], short), lambda _: first.put(len(counted)))
+                return len(counted)
 
-            def arrive(length: int = 20 + number, arrived: list[int] = arrived, put: Deliver = deliver) -> None:
-                arrived.append(len(counted))
-                batch.submit(PromptBatch([random_tokens(length)], short), put)
-
-            batch.call(arrive).result()
-            wait_until(lambda arrived=arrived: len(arrived) == 2)  # type: ignore[misc]
-            waited.append(arrived[1] - arrived[0])
-        assert len(counted) < tokens, "it ran all the while"
+            arrived = batch.call(arrive).result()
+            waited.append(first.get(timeout=60) - arrived)
+        assert len(counted) < 4000, "it ran all the while"
         for submission in running:
             batch.cancel(submission)
     assert max(waited) <= 2 + ahead, waited

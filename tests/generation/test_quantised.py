@@ -22,11 +22,12 @@ from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.generation.weights.probe import check_inference_weights, probe_logprobs
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import solo_world
+from tests.generation.references import assert_fits
 from tests.support.errors import refused, user_error
 from tests.support.families import variant
 from tests.support.generation import SHORT_PROMPTS, SHORT_SAMPLED, token_ids_of
 from tests.support.tiny import save_tiny, tiny_model
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
+from tests.support.triton_kernels import Operations, count_launches
 
 SHAPES = [(1, 1), (5, 3), (32, 64), (33, 70), (96, 576), (70, 1537)]
 """Outputs and inputs: of a tile, less than one, and with a remainder of both."""
@@ -76,12 +77,10 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads() -> None:
     linear = QuantisedLinear(torch.randn(200, 300), None, "int8")
     x = torch.randn(40, 300)
     whole, threads = linear(x), torch.get_num_threads()
-    torch.set_num_threads(3)
-    assert torch.equal(linear(x), whole)
-    torch.set_num_threads(threads)
-    assert all(torch.equal(linear(x[row : row + 1])[0], whole[row]) for row in range(40))
     x[3, 7], x[5, 1] = torch.nan, torch.inf
+    torch.set_num_threads(3)
     broken = linear(x)
+    torch.set_num_threads(threads)
     assert broken[3].isnan().all() and not broken[5].isfinite().any()
     rest = [row for row in range(40) if row not in (3, 5)]
     assert torch.equal(broken[rest], whole[rest])
@@ -105,7 +104,7 @@ def test_a_kernel_quantises_as_torch_does(width: int, kind: Any, monkeypatch: py
     """In one launch, where torch took eight or nine; also values in the middle of two codes, and rows of zeros."""
     pytest.importorskip("triton")
     dtype, most = ops.quantisation.CODES[kind]
-    given: dict[str, Any] = {"most": most, "smallest": ops.quantisation.SMALLEST, "rows": 7}
+    given = {"most": most, "smallest": ops.quantisation.SMALLEST, "rows": 7}
     for x in (torch.randn(4, width), torch.arange(-127, 4 * width - 127).view(4, width) / 2, torch.zeros(4, width)):
         found, scales = kernels.quantise_rows(x, dtype, **given)
         codes, expected = quantise(x, kind)
@@ -130,9 +129,8 @@ from hybrid_rlhf.generation.ops import quantisation
 def compiled(codes, ROUND):
     KINDS.update(x="*bf16", codes=codes, scales="*fp32", width="i32", most="fp32", smallest="fp32")
     return shared_bytes(quantisation._quantise_kernel, dict(ROUND=ROUND, BLOCK=4096))
-print(json.dumps([compiled("*i8", True), compiled("*fp8e4nv", False)]))
 """
-    assert all(shared <= LEAST_SHARED_BYTES for shared in compiled(script))
+    assert_fits(script, 'compiled("*i8", True), compiled("*fp8e4nv", False)')
 
 
 def test_fp8_codes_are_within_their_rounding() -> None:
@@ -145,7 +143,7 @@ def test_fp8_codes_are_within_their_rounding() -> None:
 def decoders(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> list[Decoder]:
     """Inference weights as they are, and in 8 bits."""
     world = solo_world(torch.device("cpu"))
-    return [decoder_of(model, world=world, dtype=dtype, quantization=kind) for kind in (None, "int8")]  # type: ignore[arg-type]
+    return [decoder_of(model, world=world, dtype=dtype, quantization=kind) for kind in (None, "int8")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -171,16 +169,18 @@ def test_head_router_and_embedding_keep_their_dtype() -> None:
     assert {part.weight.dtype for part in layer.experts.products.values()} == {torch.int8}
 
 
-def test_decoding_reads_a_quarter() -> None:
+def test_decoding_reads_a_quarter_and_computes_half() -> None:
+    """Of float32; half the time of operations in 16 bits, which is what the utilisation of a GPU is relative to."""
     model = tiny_model(hidden_size=128, intermediate_size=256, vocab_size=32)
     whole, decoder = decoders(model)
     head = 32 * 128 * 4
     assert decoder.product_bytes - head == (whole.product_bytes - head) / 4
+    assert decoder.token_operations - head / 2 == (whole.token_operations - head / 2) / 2
 
 
 def test_from_pretrained_generates_quantised(tmp_path: Path) -> None:
     save_tiny(tmp_path, tiny_model())
-    settings: dict[str, Any] = {"dtype": torch.float32, "quantization": "int8"}
+    settings = {"dtype": torch.float32, "quantization": "int8"}
     engine = GenerationEngine.from_pretrained(str(tmp_path), **settings)
     each = zip(SHORT_PROMPTS, per_request(SHORT_SAMPLED, len(SHORT_PROMPTS)), strict=True)
     alone = [engine.generate([prompt], [params])[0] for prompt, params in each]

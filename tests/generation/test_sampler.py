@@ -1,8 +1,8 @@
-"""Draws against the softmax, sets of top-k and top-p against a slow version, ranks against one process."""
+"""Draws against the softmax, sets of top-k, top-p and min-p against transformers, ranks against one process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,18 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from hybrid_rlhf.generation.architecture.model_description import share
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.sampler import DecodeBatch, SampledTokens, Sampler, sampling_mode
-from hybrid_rlhf.generation.ops import choice, cpu_kernels
+from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.sampling import running_sums
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.runtime.world import World, solo_world
@@ -30,19 +36,9 @@ from tests.support.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["torch", "compiled"])
-def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In torch, and by the compiled kernel."""
-    if request.param == "compiled" and not cpu_kernels.available():
-        pytest.skip("the CPU kernels cannot be compiled here")
-    used = cpu_kernels if request.param == "compiled" else None
-    monkeypatch.setattr(choice, "kernels_for", lambda device, dtype: used)
-    yield
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In torch, where there are kernels too."""
+    """In torch; test_sampling_kernels.py compares the kernels with it."""
     monkeypatch.setattr(choice, "kernels_for", lambda device, dtype: None)
 
 
@@ -61,7 +57,7 @@ def draw_for(
 
 @pytest.mark.parametrize("vocabulary", [5, 128, 1000])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_frequencies_are_those_of_the_softmax(vocabulary: int, temperature: float, by: None) -> None:
+def test_frequencies_are_those_of_the_softmax(vocabulary: int, temperature: float) -> None:
     torch.manual_seed(0)
     draws = 10_000
     logits = torch.randn(1, vocabulary) * 2
@@ -81,24 +77,6 @@ def test_frequencies_are_those_of_the_softmax(vocabulary: int, temperature: floa
     assert torch.equal(found.sampling_logprobs, found.logprobs)
 
 
-def slow_set(logits: Tensor, params: SamplingParams) -> dict[int, float]:
-    """Tokens that may be drawn, with their probabilities: top_k, then top_p, then min_p."""
-    order = sorted(range(len(logits)), key=lambda token: -float(logits[token]))
-    if params.top_k:
-        order = order[: params.top_k]
-    weights = {token: float((logits[token] - logits[order[0]]).double().exp()) for token in order}
-    total = sum(weights.values())
-    kept, mass = [], 0.0
-    for token in order:
-        if kept and params.top_p < 1 and mass >= params.top_p:
-            break
-        kept.append(token)
-        mass += weights[token] / total
-    kept = [token for token in kept if weights[token] >= params.min_p]
-    total = sum(weights[token] for token in kept)
-    return {token: weights[token] / total for token in kept}
-
-
 @examples(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1000),
@@ -108,20 +86,19 @@ def slow_set(logits: Tensor, params: SamplingParams) -> dict[int, float]:
     temperature=st.sampled_from([0.5, 1.0, 2.0]),
 )
 def test_only_the_cut_set_is_drawn_and_both_logprobs_are_known(
-    by: None, seed: int, top_k: int, top_p: float, min_p: float, temperature: float
+    seed: int, top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(seed)) * 2
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
     found = drawn(logits.expand(1000, -1), params)
-    allowed = slow_set(logits[0] / temperature, params)
-    assert set(found.tokens.tolist()) <= set(allowed)
-    assert {token for token, prob in allowed.items() if prob > 0.03} <= set(found.tokens.tolist())
-    raw = torch.log_softmax(logits[0] / temperature, 0)
-    for token in allowed:
-        at = found.tokens == token
-        torch.testing.assert_close(found.logprobs[at], raw[token].expand(int(at.sum())), atol=1e-5, rtol=1e-5)
-        expected = torch.tensor(allowed[token]).log().expand(int(at.sum()))
-        torch.testing.assert_close(found.sampling_logprobs[at], expected, atol=1e-4, rtol=1e-4)
+    scores = logits / temperature
+    raw = scores[0].log_softmax(0)
+    for cut in (*([TopKLogitsWarper(top_k)] if top_k else []), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)):
+        scores = cut(None, scores)
+    expected = scores[0].log_softmax(0)
+    torch.testing.assert_close(found.logprobs, raw[found.tokens], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.sampling_logprobs, expected[found.tokens], atol=1e-4, rtol=1e-4)
+    assert {*(expected.exp() > 0.03).nonzero()[:, 0].tolist()} <= {*found.tokens.tolist()}
 
 
 class FloatCumsums(TorchDispatchMode):
@@ -135,7 +112,7 @@ class FloatCumsums(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.8}, {"top_k": 5, "min_p": 0.01}])
-def test_draws_take_no_running_sum_of_floats(cut: dict[str, Any], by_torch: None) -> None:
+def test_draws_take_no_running_sum_of_floats(cut: dict[str, Any]) -> None:
     """Such a sum has no deterministic kernel on CUDA."""
     with FloatCumsums() as mode:
         drawn(torch.randn(3, 300), SamplingParams(**cut))
@@ -145,17 +122,17 @@ def test_draws_take_no_running_sum_of_floats(cut: dict[str, Any], by_torch: None
 
 
 def test_running_sums_are_those_of_floats_in_any_order() -> None:
-    generator = torch.Generator().manual_seed(0)
-    probs = (4 * torch.randn(200, 1000, generator=generator)).softmax(dim=-1)
+    torch.manual_seed(0)
+    probs = (4 * torch.randn(200, 1000)).softmax(dim=-1)
     exact = probs.double().cumsum(dim=-1)
     torch.testing.assert_close(running_sums(probs), exact, atol=1000 * 2**-52, rtol=0)
     assert torch.equal(running_sums(probs)[:, -1], running_sums(probs.flip(1))[:, -1])
-    uniforms = torch.rand(200, 1, dtype=torch.float64, generator=generator) * exact[:, -1:]
+    uniforms = torch.rand(200, 1, dtype=torch.float64) * exact[:, -1:]
     places = [torch.searchsorted(sums, uniforms, right=True) for sums in (running_sums(probs), exact)]
     assert torch.equal(*places)
 
 
-def test_stop_tokens_wait_for_the_shortest_length(by: None) -> None:
+def test_stop_tokens_wait_for_the_shortest_length() -> None:
     logits = torch.tensor([[3.0, 2.9, 4.0, -1.0, -1.1]])
     assert int(drawn(logits, SamplingParams(temperature=0.0)).tokens) == 2
     held = drawn(logits, SamplingParams(temperature=0.0, min_new_tokens=1))
@@ -164,7 +141,7 @@ def test_stop_tokens_wait_for_the_shortest_length(by: None) -> None:
     torch.testing.assert_close(held.sampling_logprobs[0], expected)
 
 
-def test_penalties_and_biases_are_those_of_hugging_face_and_openai(by: None) -> None:
+def test_penalties_and_biases_are_those_of_hugging_face_and_openai() -> None:
     """Biases by Hugging Face's processors; penalties by OpenAI's formula: counts of the completion's tokens only."""
     torch.manual_seed(0)
     logits = 3 * torch.randn(4, 40)

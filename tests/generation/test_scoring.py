@@ -49,7 +49,7 @@ def classifier(name: str, labels: int = 1, *, bias: bool = False) -> PreTrainedM
     torch.manual_seed(0)
     config = variant(name).config
     config.num_labels = labels
-    found: PreTrainedModel = AutoModelForSequenceClassification.from_config(config).eval()
+    found = AutoModelForSequenceClassification.from_config(config).eval()
     if bias:
         found.score = torch.nn.Linear(config.hidden_size, labels)
     for parameter in found.parameters():
@@ -58,8 +58,7 @@ def classifier(name: str, labels: int = 1, *, bias: bool = False) -> PreTrainedM
     return found
 
 
-def whole(device: str = "cpu") -> World:
-    return solo_world(torch.device(device))
+WHOLE = solo_world(torch.device("cpu"))
 
 
 @torch.no_grad()
@@ -68,17 +67,9 @@ def assert_same_logprobs(lm: PreTrainedModel, world: World) -> None:
     expected, _ = Policy(lm)(ids, real, real)
     assert expected.std() > 0.5, "a flat distribution would prove nothing"
     decoder = decoder_of(lm, world=world, dtype=lm.dtype)
-    assert decoder is not None
     for row, own in enumerate(real):
         found = prompt_logprobs(decoder, ids[row, own].tolist(), 0, 0).logprobs
-        torch.testing.assert_close(torch.tensor(found), expected[row, own][1:], atol=1e-5, rtol=1e-5)
-
-
-def scorer_of(lm: PreTrainedModel, world: World) -> InferenceScorer:
-    """A scorer as that of the critic's copy."""
-    parameters = dict(lm.named_parameters())
-    weights = InferenceWeights(described_scorer(lm, parameters), world=world, dtype=lm.dtype)
-    return InferenceScorer(weights.build((name, weight, False) for name, weight in parameters.items()))
+        assert found == pytest.approx(expected[row, own][1:].tolist(), abs=1e-5, rel=1e-5)
 
 
 @torch.no_grad()
@@ -86,14 +77,17 @@ def assert_same_scores(lm: PreTrainedModel, world: World) -> None:
     ids, real = rows()
     expected = Scorer(lm)(ids, real)
     assert expected.std() > 0.05
-    torch.testing.assert_close(scorer_of(lm, world)(ids, real), expected, atol=1e-5, rtol=1e-5)
+    parameters = dict(lm.named_parameters())
+    weights = InferenceWeights(described_scorer(lm, parameters), world=world, dtype=lm.dtype)
+    scorer = InferenceScorer(weights.build((name, weight, False) for name, weight in parameters.items()))
+    torch.testing.assert_close(scorer(ids, real), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logprobs_of_prompts_are_those_of_the_module(name: str) -> None:
     lm = variant(name)
     use_packing(lm)
-    assert_same_logprobs(lm, whole())
+    assert_same_logprobs(lm, WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +95,7 @@ def test_logprobs_of_prompts_are_those_of_the_module(name: str) -> None:
 )
 def test_scores_are_those_of_the_module(name: str, labels: int, bias: bool) -> None:
     """Also of Gemma 2, which does something to logits."""
-    assert_same_scores(classifier(name, labels, bias=bias), whole())
+    assert_same_scores(classifier(name, labels, bias=bias), WHOLE)
 
 
 def compare_split(world: World) -> None:

@@ -71,7 +71,7 @@ def test_no_stop_string_is_missed(kind: str, cleans: bool) -> None:
 
 def test_tokens_that_complete_nothing_are_not_decoded() -> None:
     """Decoding took 14 to 38 us for every token of every completion with stop strings."""
-    tokenizer, decoded = decoder_of("byte-level", cleans=False), list[Sequence[int]]()
+    tokenizer, decoded = decoder_of("byte-level", cleans=False), []
     strings = StopStrings(("\nUser:", "</answer>"), lambda ids: decoded.append(ids) or tokenizer.decode(ids))
     ids = [tokenizer.convert_tokens_to_ids(piece) for piece in ("a", "b", "User", "x", "n")] * 50
     assert not any(strings.end(ids[:length]) for length in range(1, len(ids) + 1))

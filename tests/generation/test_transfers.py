@@ -27,9 +27,9 @@ class CopiesToTheDevice(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.on_the_host: dict[int, Tensor] = {}
+        self.on_the_host = {}
         self.asynchronous = 0
-        self.waited: list[str] = []
+        self.waited = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))

@@ -80,7 +80,7 @@ def test_servers_share_the_requests_up_to_a_limit(model_folder: Path) -> None:
 @pytest.mark.parametrize("failure", ["hangs up", "fails", "aborts"])
 def test_requests_of_a_lost_server_are_repeated_at_another(model_folder: Path, failure: str) -> None:
     """With the same samples as without the loss."""
-    answers: dict[str, tuple[int, Any]] = {
+    answers = {
         "hangs up": (0, None),
         "fails": (500, {"error": {"message": "EngineDeadError"}}),
         "aborts": (200, {"choices": [{"token_ids": [], "logprobs": {"token_logprobs": []}, "finish_reason": "abort"}]}),
@@ -91,7 +91,7 @@ def test_requests_of_a_lost_server_are_repeated_at_another(model_folder: Path, f
         one.intercept = lambda body: answers[failure] if len(one.bodies) > 2 else None
         engine = engine_of(one, other, requests_per_server=2)
         assert engine.generate(PROMPTS, SAMPLED) == expected
-        lost, kept = engine.backend.servers  # type: ignore[union-attr]
+        lost, kept = engine.backend.servers
         assert lost.lost is not None and kept.lost is None
         sent = len(one.bodies)
         engine.generate(PROMPTS, SAMPLED)
@@ -100,13 +100,13 @@ def test_requests_of_a_lost_server_are_repeated_at_another(model_folder: Path, f
 
 def test_without_a_server_the_owner_is_asked_for_one(model_folder: Path) -> None:
     """Once, while all requests wait; an error of its ends the call."""
-    revived = list[str]()
+    revived = []
     with fake_vllm(model_folder) as fake:
         fake.intercept = lambda body: None if revived else (503, {})
 
         def revive() -> None:
             revived.append("server")
-            engine.backend.servers[0].lost = None  # type: ignore[union-attr]
+            engine.backend.servers[0].lost = None
 
         engine = engine_of(fake, revive=revive)
         assert len(engine.generate(PROMPTS, SAMPLED)) == 3 and revived == ["server"]
@@ -155,7 +155,7 @@ def test_a_paused_batch_goes_on_from_its_tokens(model_folder: Path) -> None:
     expected = [completion.token_ids for (completion,) in own.generate(PROMPTS, greedy)]
     with fake_vllm(model_folder, token_seconds=0.2) as fake, fake_vllm(model_folder, token_seconds=0.2) as lost:
         engine = engine_of(fake, lost, requests_per_server=1)
-        completions: dict[int, Any] = {}
+        completions = {}
         done = threading.Event()
 
         def deliver(new: list[Any]) -> None:

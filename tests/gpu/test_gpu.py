@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_engine_lives_on_a_gpu(dtype: str, stage: int, model_folder: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"stage": stage, "dtype": dtype, "lora": 4, "lr": 0.1}
+    settings = {"stage": stage, "dtype": dtype, "lora": 4, "lr": 0.1}
     (result,) = run_ranks(train_generate_save, 1, tmp_path / "r", model_folder, tmp_path / "m", settings)
     assert result["losses"][2] < result["losses"][0]
     assert result["same"] and result["released"]
@@ -99,7 +99,7 @@ def test_cuda_graphs_record_the_experts_of_the_modules_routers(name: str) -> Non
 
 
 def kept(world: World, path: Path, stage: int) -> dict[str, Any]:
-    told: dict[str, Any] = {"graphs": [], "tokens": []}
+    told = {"graphs": [], "tokens": []}
     for keep in (True, False):
         rollout = RolloutConfig(keep_weights=keep)
         engine = build_actor(actor_spec(path, stage=stage, lora=4, lr=0.05), world, rollout=rollout)

@@ -151,6 +151,7 @@ def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             if name == "data":
                 name, words = f"data {words[0]}", words[1:]
             kind, positional = configs()[name]
+            words = ["--system" if name == "port" and word == "--from" else word for word in words]
             config = parse_config(kind, words, prog=name, positional=positional)
             if name == "rl" and any(word.startswith("output/") for word in words):
                 assert config.output_dir != RLConfig().output_dir, "the demo, whose files it reads, has its run there"

@@ -109,6 +109,16 @@ UNHEALTHY: list[tuple[str, dict[str, Sequence[float | None]], int]] = [
     ("KL explosion", {"objective/kl": wave(1.0, 20) + [60.0] * 5, "objective/scores": line(0, 1, 25)}, 22),
     ("held-out score falls", {**FALLING, "objective/scores": line(0, 1, 30)}, 30),
     ("diverging components", {"reward/a/mean": line(0, 1, 30), "reward/b/mean": line(1, 0, 30)}, 10),
+    (
+        "constant component",
+        {"reward/right/mean": [0.5] + [0.0] * 8, "reward/right/std": [0.5] + [0.0] * 8, "reward/long/std": [0.0] * 9},
+        6,
+    ),
+    (
+        "growing truncation",
+        {"completions/clipped_ratio": line(0.3, 0.83, 12), "objective/scores": line(0.0, 0.56, 12)},
+        11,
+    ),
     ("entropy collapse", {"policy/entropy": wave(2.0, 10) + [0.05] * 10}, 15),
     ("length drift", {"completions/mean_length": line(20, 90, 40)}, 20),
     ("length drift", {"completions/mean_length": line(90, 20, 40)}, 24),
@@ -129,6 +139,9 @@ UNHEALTHY: list[tuple[str, dict[str, Sequence[float | None]], int]] = [
     ("accuracy at chance", {"reward/accuracy": wave(0.5, 40)}, 30),
 ]
 HEALTHY: list[dict[str, Sequence[float | None]]] = [
+    {"reward/right/mean": line(0, 0.1, 9), "reward/right/std": [0.0] * 4 + [0.1] * 5},
+    {"completions/clipped_ratio": line(0.3, 0.83, 12), "objective/scores": line(0.5, 0.1, 12)},
+    {"completions/clipped_ratio": wave(0.6, 30), "objective/scores": line(0, 1, 30)},
     {"objective/kl": line(0.0, 8.0, 60), "objective/scores": line(0, 1, 60)},
     {"objective/kl": wave(60.0, 60), "objective/scores": line(0, 1, 60)},
     {"objective/kl": wave(1.0, 20) + [60.0] * 5, "objective/scores": line(1, 0, 25)},
@@ -143,9 +156,6 @@ HEALTHY: list[dict[str, Sequence[float | None]]] = [
     {"policy/entropy": line(2.0, 0.8, 60), "objective/scores_std": wave(1.0, 60)},
     {"completions/mean_length": line(60, 90, 40)},
     {"completions/clipped_ratio": [0.95] * 4 + [0.9] * 4},
-    {"policy/clipfrac": wave(0.15, 40)},
-    {"val/explained_variance": [-0.4] * 9 + [0.1] + [-0.4] * 9},
-    {"rollout/frac_reward_zero_std": wave(0.4, 30)},
     {"rollout/logprob_abs_diff_mean": [0.2] * 10, "rollout/stale_updates": [1.0] * 10},
     {"faults/skipped_steps": [1.0] * 30},
     {"actor/grad_norm": wave(1.0, 20) + [50.0] + wave(1.0, 20)},

@@ -19,8 +19,6 @@ from tests.support.runs import sft_config
     ("parent", "expected"),
     [
         ("datasets:\n- b/two\n- a/one", {"datasets": ["a/one", "b/two"]}),
-        ("datasets: squad", {"datasets": ["squad"]}),
-        ("datasets:", {}),
         ("datasets:\n- {name: squad}\n- 7\n- squad", {"datasets": ["squad"]}),
         ("base_model: a/one", {"base_model": "a/one"}),
         ("base_model:\n- a/one\n- b/two", {"base_model": ["a/one", "b/two"]}),

@@ -160,11 +160,19 @@ def test_markup_of_completions_is_shown_and_not_executed(run: Run) -> None:
 
 def test_a_failed_run_has_a_report_with_reason_and_advice(run: Run) -> None:
     for step in range(1, 12):
-        run.log(step, {"objective/kl": 0.1 * step, "val/explained_variance": -0.4, "critic/lr": 1e-5})
-    report, page = ended(run, ValueError("the cause"))
+        times = {"time/generation_seconds": 2.0, "time/training_seconds": 1.0, "time/step_seconds": 4.0}
+        run.log(step, {"objective/kl": 0.1 * step, "val/explained_variance": -0.4, "critic/lr": 1e-5, **times})
+    try:
+        raise ValueError("the cause")
+    except ValueError as error:
+        report, page = ended(run, error)
     assert report["run"]["end_state"] == "failed" and report["run"]["reason"] == "ValueError: the cause"
+    assert report["run"]["place"].startswith(__file__)
     (finding,) = report["advice"]
     assert (finding["rule"], finding["step"]) == ("negative explained variance", 10)
+    rows = {row["phase"]: row for row in report["time"]}
+    assert list(rows) == ["step", "generation", "training"]
+    assert (rows["generation"]["share"], rows["generation"]["mean_seconds"]) == (0.5, 2.0)
     for text in ("failed", "ValueError: the cause", "Negative explained variance", finding["source"]):
         assert text in page.text
 
@@ -241,15 +249,6 @@ def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pyte
     assert "after the end of the run: IsADirectoryError" in capfd.readouterr().out
 
 
-def test_phases_have_their_share_of_a_step(run: Run) -> None:
-    for step in (1, 2):
-        run.log(step, {"time/generation_seconds": 2.0, "time/training_seconds": 1.0, "time/step_seconds": 4.0})
-    report, _ = ended(run)
-    rows = {row["phase"]: row for row in report["time"]}
-    assert list(rows) == ["step", "generation", "training"]
-    assert (rows["generation"]["share"], rows["generation"]["mean_seconds"]) == (0.5, 2.0)
-
-
 def test_only_the_ends_of_a_large_file_are_read(tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"
     row = {"prompt": [], "completion": "x" * 3000, "score": None, "kl": None}
@@ -277,6 +276,8 @@ def test_thinned_curves_keep_their_peaks() -> None:
     assert (chart.bottom, chart.top, chart.first_step, chart.last_step) == (-3.0, 99.0, 0, 9999)
     assert all(re.fullmatch(r"-?[\d.]+,-?[\d.]+", pair) for pair in chart.line.split())
     assert Chart.of("one", [(3, 5.0)]).line == "0.0,48.0"
+    flat = [float(point.split(",")[1]) for point in Chart.of("flat", [(1, 10.79), (2, 10.7901)]).line.split()]
+    assert 48 > flat[1] and flat[0] < 50, "not the whole height for what its labels do not show"
     assert list(chart_groups({"zz": [(1, 1.0)], "perf/a": [(1, 1.0)], "lr": [(1, 1.0)]})) == ["main", "perf", "other"]
 
 

@@ -20,6 +20,8 @@ from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf, read_gguf_conf
 from hybrid_rlhf.models.pretrained.gguf.writing import write_gguf
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.planning import shapes
+from hybrid_rlhf.planning.shapes import read_config
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.errors import user_error
 from tests.support.model_types import tiny_of_type
@@ -169,6 +171,30 @@ def test_the_engine_completes_and_tokenizes_as_with_the_folder(tmp_path: Path, m
         for path in (folder, str(model_folder))
     )
     assert found == expected
+
+
+def test_the_plan_reads_the_config_of_the_folder_once_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header has the vocabulary, whose reading takes half of a plan; both must describe one model."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "tiny.gguf", tiny_model())
+    read_config.cache_clear()
+    header = read_config(str(tmp_path / "tiny.gguf"))
+    folder = resolve_model(str(tmp_path / "tiny.gguf"), world=solo_world(torch.device("cpu")))
+    read_config.cache_clear()
+    monkeypatch.setattr(shapes, "read_gguf_config", pytest.fail)
+    found = read_config(str(tmp_path / "tiny.gguf"))
+    assert Path(folder).is_relative_to(tmp_path)
+    left_out = {
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "quantization_config",
+        "transformers_version",
+    }  # of a saved model alone
+    shared = [{k: v for k, v in config.to_dict().items() if k not in left_out} for config in (header, found)]
+    assert shared[0] == shared[1]
 
 
 def test_a_file_that_another_run_dequantises_meanwhile_is_its_folder(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,7 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     GenerationConfig,
-    GPT2Config,
     OPTConfig,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -38,7 +37,7 @@ from hybrid_rlhf.runtime.world import solo_world
 from tests.support.errors import user_error
 from tests.support.families import variant
 from tests.support.messages import user
-from tests.support.models import SMALL, random_adapter
+from tests.support.models import SMALL, build_model, random_adapter
 from tests.support.tiny import VOCABULARY, save_tiny, tiny_config, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -55,14 +54,19 @@ def save(folder: Path, lm: PreTrainedModel, **settings: Any) -> None:
     save_model(folder, full_tensors(lm, WORLD), lm=lm, world=WORLD, **{"tokenizer": tiny_tokenizer(), **settings})
 
 
-def test_dropout_is_off(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)).save_pretrained(
-        tmp_path
-    )
-    model, _ = load(tmp_path)
+def with_tower() -> PreTrainedModel:
+    text = {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 50, "attention_dropout": 0.5}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    return Gemma3ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("build", [lambda: build_model("gpt2"), with_tower])
+def test_dropout_is_off(build: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path)
+    model, _ = load(tmp_path, attention="eager")
     model.train()
-    ids = IDS % 50
-    assert torch.equal(model(ids).logits, model(ids).logits)
+    assert torch.equal(model(IDS % 50).logits, model(IDS % 50).logits)
 
 
 def test_weights_that_no_module_takes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -82,28 +86,8 @@ def test_weights_that_no_module_takes_are_named(tmp_path: Path, caplog: pytest.L
     )
 
 
-def test_dropout_of_a_language_model_beside_towers_is_off(tmp_path: Path) -> None:
-    text = {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 50, "attention_dropout": 0.5}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
-    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
-    model, _ = load(tmp_path, attention="eager")
-    model.train()
-    ids = IDS % 50
-    assert torch.equal(model(ids).logits, model(ids).logits)
-
-
 def test_an_encoder_is_no_reward_model(tmp_path: Path) -> None:
-    BertForSequenceClassification(
-        BertConfig(
-            vocab_size=50,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=16,
-            num_labels=1,
-        )
-    ).save_pretrained(tmp_path)
+    BertForSequenceClassification(BertConfig(**SMALL, vocab_size=50, num_labels=1)).save_pretrained(tmp_path)
     with user_error("score per token, .* is a BertForSequenceClassification"):
         load(tmp_path, "scorer")
 
@@ -133,43 +117,14 @@ def test_saved_weights_have_the_names_of_their_family(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("config", "limit"),
-    [
-        (GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=31), 31),
-        (
-            OPTConfig(
-                vocab_size=50,
-                hidden_size=16,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                ffn_dim=16,
-                word_embed_proj_dim=16,
-                max_position_embeddings=31,
-            ),
-            31,
-        ),
-        (tiny_config(), None),
-        (
-            tiny_config(
-                rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, max_position_embeddings=31
-            ),
-            31,
-        ),
-    ],
+    ("family", "rotary", "limit"),
+    [("gpt2", None, 31), ("opt", None, 31), ("llama", "default", None), ("llama", "dynamic", 31)],
 )
-def test_tables_of_positions_are_known(config: PreTrainedConfig, limit: int | None) -> None:
-    assert position_limit(AutoModelForCausalLM.from_config(config)) == limit
-
-
-def test_a_scorer_from_a_causal_lm_has_a_fresh_head_and_one_from_a_scorer_has_not(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    model, fresh = load(model_folder, "scorer")
-    assert fresh and model.score.weight.shape == (1, 32)
-    model.save_pretrained(tmp_path)
-    again, fresh = load(tmp_path, "scorer")
-    assert not fresh
-    assert torch.equal(again.score.weight, model.score.weight)
+def test_tables_of_positions_are_known(family: str, rotary: str | None, limit: int | None) -> None:
+    settings: dict[str, Any] = {"n_positions" if family == "gpt2" else "max_position_embeddings": 31}
+    if rotary is not None:
+        settings["rope_parameters"] = {"rope_type": rotary, "rope_theta": 1e4, "factor": 4.0}
+    assert position_limit(build_model(family, **settings)) == limit
 
 
 def test_saved_models_load_with_the_auto_classes_and_are_equal(model_folder: Path, tmp_path: Path) -> None:
@@ -183,10 +138,11 @@ def test_saved_models_load_with_the_auto_classes_and_are_equal(model_folder: Pat
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
     torch.testing.assert_close(again(IDS).logits, model.eval()(IDS).logits)  # fused layers round otherwise
     assert load_tokenizer(str(tmp_path)).chat_template == tiny_tokenizer().chat_template
-    scorer, _ = load(model_folder, "scorer")
+    scorer, fresh = load(model_folder, "scorer")
+    assert fresh and scorer.score.weight.shape == (1, 32)
     save(tmp_path / "s", scorer)
+    assert not load(tmp_path / "s", "scorer")[1]
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "s")
-    assert loaded.config.num_labels == 1
     assert torch.equal(loaded.score.weight, scorer.score.weight)
     assert json.loads((tmp_path / "s" / "config.json").read_text())["architectures"] == [
         "LlamaForSequenceClassification"
@@ -276,14 +232,6 @@ def test_adapters_change_nothing_of_a_bfloat16_model_before_they_learn(model_fol
     assert torch.equal(plain(long).logits, adapted(long).logits)
 
 
-def test_an_embedding_that_is_the_head_too_has_no_adapters(model_folder: Path, tmp_path: Path) -> None:
-    config = LoraConfig(rank=4, target_modules=["embed_tokens", "q_proj"])
-    with user_error("lora.target_modules must not match an embedding"):
-        add_lora(load(model_folder)[0], config, "causal_lm", seed=0)
-    tiny_model(tie_word_embeddings=False).save_pretrained(tmp_path)
-    add_lora(load(tmp_path)[0], config, "causal_lm", seed=0)
-
-
 def test_a_tokenizer_of_several_templates_is_saved_over_itself(model_folder: Path, tmp_path: Path) -> None:
     model, tokenizer = load(model_folder)[0], tiny_tokenizer()
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ messages }}"}
@@ -293,11 +241,17 @@ def test_a_tokenizer_of_several_templates_is_saved_over_itself(model_folder: Pat
     assert not list((tmp_path / "m").glob(".*"))
 
 
-def test_lora_refuses_the_head_and_unknown_modules(model_folder: Path) -> None:
-    for names, rule in ((["lm_head"], "must not match the head"), (["q_proj", "v_prj"], "no module .* v_prj")):
+def test_lora_refuses_the_head_and_unknown_modules(model_folder: Path, tmp_path: Path) -> None:
+    for names, rule in (
+        (["lm_head"], "must not match the head"),
+        (["q_proj", "v_prj"], "no module .* v_prj"),
+        (["q_proj", "embed_tokens"], "must not match an embedding tied to the head"),
+    ):
         model, _ = load(model_folder)
         with user_error(rule):
             add_lora(model, LoraConfig(rank=2, target_modules=names), "causal_lm", seed=0)
+    tiny_model(tie_word_embeddings=False).save_pretrained(tmp_path)
+    add_lora(load(tmp_path)[0], LoraConfig(rank=2, target_modules=["q_proj", "embed_tokens"]), "causal_lm", seed=0)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -333,12 +287,11 @@ def test_tokenizers_are_checked(tmp_path: Path) -> None:
     OPTConfig().save_pretrained(tmp_path / "empty")  # transformers builds a tokenizer without a vocabulary
     for name, rule in (
         ("no_eos", "must have an EOS token"),
-        ("none", "cannot load a tokenizer"),
+        ("none", "a model folder must have tokenizer files"),
         ("empty", "must have tokenizer files, .*/empty has none"),
     ):
         with user_error(rule):
             load_tokenizer(str(tmp_path / name))
-    assert stop_token_ids(tiny_tokenizer(), [5, 2]) == (2, 5)
 
 
 def test_float16_is_refused_on_a_cpu() -> None:
@@ -389,5 +342,6 @@ def test_a_template_may_come_from_a_file(tmp_path: Path) -> None:
 
 def test_the_end_of_the_template_s_turn_stops_answers_too() -> None:
     tokenizer = tiny_tokenizer()
+    assert stop_token_ids(tokenizer, [5, 2]) == (2, 5)
     tokenizer.eos_token = "<|endoftext|>"
     assert stop_token_ids(tokenizer, None) == (0, 2), "a base model's eos is not what its template ends turns with"

@@ -93,13 +93,6 @@ def test_packed_rows_give_the_scores_of_padded_ones(family: str) -> None:
     assert_same_gradients(Scorer(packed), Scorer(padded), ids, mask)
 
 
-def test_rows_of_equal_lengths_need_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, padded = packed_and_padded("llama")
-    ids, mask = padded_rows([7, 7, 7])
-    monkeypatch.delattr(rows, "with_gradient")
-    assert_same_gradients(Policy(packed), Policy(padded), ids, mask, mask)
-
-
 @pytest.mark.parametrize("lengths", [[9, 1, 5, 7], [4, 9, 0, 6], [0, 3, 9]])
 def test_a_nan_stays_in_its_row(lengths: list[int]) -> None:
     """Padding among keys holds a token: its own row's."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_rlhf.models.packing import attention, use_packing
+from hybrid_rlhf.models.packing import attention, batches, use_packing
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.runtime import world
 from tests.support.model_types import tiny_of_type
 from tests.support.models import assert_same_gradients, packed_and_padded, padded_rows
 from tests.support.tensors import VARLEN_CALLS, take_slow_varlen
+from tests.support.tiny import tiny_model
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"])
@@ -27,6 +30,38 @@ def test_values_that_are_smaller_than_queries_take_the_kernel(model_type: str, m
     assert set(VARLEN_CALLS) == {4}
     config = packed.config
     assert set(sizes) == {config.qk_nope_head_dim + config.qk_rope_head_dim} and config.v_head_dim not in sizes
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_backward_of_a_layer_fills_no_gradient_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of `x[0]` allocates, clears and copies: 7 more kernels in each layer, where launches are the limit."""
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        return query + (key * value).mean(dim=1, keepdim=True)
+
+    for module in (attention, batches):
+        monkeypatch.setattr(module, "varlen_attention", lambda *_: kernel)
+    ids, mask = padded_rows([9, 1, 5, 7])
+    counts = []
+    for layers in (1, 2):
+        lm = tiny_model(num_hidden_layers=layers)
+        use_packing(lm)
+        logprobs = Policy(lm)(ids, mask, mask)[0]
+        with _Operations() as operations:
+            logprobs.sum().backward()
+        counts.append(operations.counts)
+    of_layer = counts[1] - counts[0]
+    assert of_layer["mm"] == 14, "two for each product"
+    assert not {"select_backward", "zeros", "zero_"} & of_layer.keys()
 
 
 def test_capped_scores_are_not_given_to_a_varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,7 @@ def test_the_plan_becomes_the_placement(
     chosen = choose_placement(config, solo_world(CPU))
     assert isinstance(chosen.placement, RolePlacements)
     assert {role.ranks for role in chosen.placement.roles.values()} == {(0,)}
-    assert any("placement plan in seconds of an RL step: 1 x synthetic" in line for line in log_lines)
-    assert choose_placement(chosen, solo_world(CPU)) == chosen
+    assert any("plan in seconds of an RL step: 1 x synthetic" in line for line in log_lines)
 
 
 def test_a_measured_link_between_hosts_decides(model_folder: Path, tmp_path: Path) -> None:

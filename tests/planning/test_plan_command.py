@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -23,7 +24,7 @@ from hybrid_rlhf.planning.job import RLJob, read_job
 from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.step_time import PHASES
-from hybrid_rlhf.planning.stored import load_machine, save_machine
+from hybrid_rlhf.planning.stored import load_machine, own_machine, save_machine
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from tests.support.commands import CommandLine
@@ -97,7 +98,7 @@ def test_a_teacher_is_planned_as_a_role_and_takes_the_place_of_a_reward_model(on
 
 
 def test_candidates_are_listed_fastest_first_with_why_each_lost(one_layer: str, cli: CommandLine) -> None:
-    line = f"--base_model {one_layer} --machine h100 --ranks 4 --candidates 7"
+    line = f"--base_model {one_layer} --rl.train.micro_batch_tokens 8192 --machine h100 --ranks 4 --candidates 7"
     assert len(re.findall(r"^  \{actor: \{ranks: .*: [\d.]+% slower", cli(f"plan {line}").out, re.MULTILINE)) == 7
     found = plan_of(cli, line)["rl"]
     seconds = [plan["step_seconds"] for plan in found["others"]]
@@ -126,6 +127,7 @@ def test_the_tables_agree_where_a_setting_that_no_placement_has_makes_room(shape
     assert "\nflattening " in below and "does not fit" not in below
     code, again, _ = cli(f"{line} {set_with(text)}")
     assert code == 0 and row_of(again, "configured") == row_of(text, "flattening")
+    assert "placement" not in text.partition("plan in seconds")[2], "on one rank there is none to choose"
 
 
 def set_with(text: str) -> str:
@@ -151,6 +153,8 @@ def test_the_lines_that_are_printed_give_what_they_promise(shape: str, cli: Comm
     assert "--rl.train.micro_batch_tokens" in set_with(text)
     code, again, _ = cli(f"plan {line} {set_with(text)}")
     assert code == 0 and row_of(again, "configured") == row_of(text, best[1])
+    assert f"\n  {best[1]}: fits, and no plan looked at is faster\n" in again, "one name for one plan"
+    assert again.endswith("  the settings in use are as fast\n") and "set it with" not in again
     remedy = re.search(r"rl does not fit as configured \(.*actor training.*\): it fits with (--rl[^(,\n]*)", text)
     assert remedy is not None
     code, again, _ = cli(f"plan {line} {remedy[1]}")
@@ -165,8 +169,7 @@ def test_the_lines_that_are_printed_give_what_they_promise(shape: str, cli: Comm
     ("given", "style"),
     [
         ("null", "flattening"),
-        ("separation", "separation"),
-        ("{sampler: {ranks: 3, tensor_parallel: 1}, actor: {ranks: 0-2}}", "hybrid"),
+        ("{sampler: {ranks: 3, tensor_parallel: 1}, actor: {ranks: 0-2}}", "separation"),
         ("{style: separation, critic_copy: {tensor_parallel: 1}}", "separation"),
     ],
 )
@@ -188,21 +191,10 @@ def test_the_configured_placement_is_the_first_row(given: str, style: str, shape
     assert peaks[0] == pytest.approx(peaks[1])
 
 
-@pytest.mark.parametrize(
-    ("given", "rule"),
-    [
-        (
-            "{sampler: {ranks: 2-3}, actor: {ranks: 0-2}}",
-            "placement.sampler has ranks of its own, got 2 of the actor's too",
-        ),
-        (
-            "{reward: {ranks: 0, tensor_parallel: 2}}",
-            "placement.reward.tensor_parallel splits inference weights, which sampler and critic_copy have, got 2",
-        ),
-    ],
-)
-def test_a_wrong_placement_is_one_line_of_a_plan(given: str, rule: str, shape: str, cli: CommandLine) -> None:
-    step = f"--base_model {shape} --rl.placement '{given}' --steps"
+def test_a_wrong_placement_is_one_line_of_a_plan(shape: str, cli: CommandLine) -> None:
+    """tests/configs/test_placement.py has the other rules."""
+    step = f"--base_model {shape} --rl.placement '{{sampler: {{ranks: 2-3}}, actor: {{ranks: 0-2}}}}' --steps"
+    rule = "placement.sampler has ranks of its own, got 2 of the actor's too"
     assert rule in cli.refused(f"plan {step} rl --machine h100 --ranks 4")
     assert rule in cli.refused(f"train {step} reward,rl --launcher.num_processes 4 --output_dir {shape}/none")
     assert not Path(shape, "none").exists(), "no rank has started"
@@ -238,6 +230,18 @@ def test_one_step_is_planned_by_its_own_line(
     assert guessed == found, "the keys of a whole file say which step it is"
 
 
+def test_long_searches_say_what_remains_beside_the_result(
+    one_layer: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Up to minutes passed without a line."""
+    monkeypatch.setattr("hybrid_rlhf.runtime.observability.progress.FIRST_SECONDS", 0.0)
+    small = machine_file(tmp_path, device_gib=GPU_RESERVE_GIB + 0.4)
+    ended = cli(f"plan --base_model {one_layer} --steps rl --machine {small} --ranks 2 --json")
+    assert ended.code == 1 and ended.out == f"{json.dumps(ended.result)}\n"
+    for what in ("looking for settings that fit, ZeRO 3", "searching placements"):
+        assert re.search(rf"^{what}: [\d,]+ of [\d,]+ \w+, .*/s, \d+ s left$", ended.err, re.MULTILINE)
+
+
 def test_a_section_of_the_launcher_is_an_option_of_the_plan(one_layer: str, cli: CommandLine) -> None:
     own = f"sft --model.path {one_layer} --zero.stage 2"
     section = plan_of(cli, f"{own} --launcher '{{num_processes: 2}}'")
@@ -245,7 +249,7 @@ def test_a_section_of_the_launcher_is_an_option_of_the_plan(one_layer: str, cli:
 
 
 def test_a_step_that_does_not_fit_is_advised_in_its_own_keys(one_layer: str, cli: CommandLine, tmp_path: Path) -> None:
-    line = f"sft --model.path {one_layer} --machine"
+    line = f"sft --model.path {one_layer} --train.micro_batch_tokens 8192 --machine"
     (phase,) = plan_of(cli, f"{line} h100")["memory"]
     device_gib = GPU_RESERVE_GIB + 0.95 * phase["total"] / 2**30
     code, text, _ = cli(f"plan {line} {machine_file(tmp_path, device_gib=device_gib)}")
@@ -324,16 +328,21 @@ def test_a_separate_sampler_holds_inference_weights_and_no_states(job: RLJob) ->
 
 
 def test_calibrate_measures_once_and_plan_reads_it(
-    shape: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    one_layer: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hybrid_rlhf.runtime.files.reading.CACHE", str(tmp_path))
-    line = "calibrate --ranks 2"
-    assert "measured in" in cli(line).out
-    found = load_machine()
+    """In the default folder or the one of the run."""
+    line = f"calibrate --ranks 2 --cache_dir {tmp_path}"
+    measured = cli(line)
+    assert "measured in" in measured.out and "\nmeasuring products, memory and launches (2 of 2)\n" in measured.err
+    found = load_machine(str(tmp_path))
     assert found is not None and found.measured and found.ranks_per_host == 2 and found.type == "cpu"
     assert 1 < found.link_latency_microseconds < 1e5 and 1e-3 < found.link_gb_per_second < 1000
     assert "this machine is measured" in cli(line).out
-    assert "2 x this CPU on 1 host, speeds measured" in cli(f"plan --base_model {shape} --steps rl --ranks 2").out
+    planned = f"plan --base_model {one_layer} --steps rl --ranks 2"
+    assert "2 x this CPU on 1 host, speeds measured" in cli(f"{planned} --rl.data.cache_dir {tmp_path}").out
+    monkeypatch.setattr("hybrid_rlhf.runtime.files.reading.CACHE", str(tmp_path))
+    assert own_machine(str(tmp_path / "none"), torch.device("cpu")) == found
+    assert own_machine(None, torch.device("cuda")) is None
 
 
 def test_calibrate_adds_the_link_between_hosts_to_what_is_stored(

@@ -145,7 +145,10 @@ def test_a_recipe_fits_its_machine(file: Path, tmp_path: Path, pair_rows: Path) 
     given = dict(re.findall(r"--(machine|ranks) ([\w-]+)", header(file)["plan"]))
     line = f"--config {keys} --machine {given['machine']} --ranks {given['ranks']}".split()
     config, steps = train.pipeline(PlanConfig, [*line, *source_words(pair_rows)])
-    planner, planned = plan.planned_phases(config, steps, plan.planned_machine(config)[1])
+    machine, rank = plan.planned_machine(config)
+    planner = plan.planner_of(config, steps, rank)
+    steps, _ = plan._sized(planner, steps, machine)
+    planned = {name: planner.phases(steps[name]) for name in config.step_names}
     phases = [phase for of_step in planned.values() for phase in of_step]
     assert all(phase.fits for phase in phases), phases
     most = max(phases, key=lambda phase: phase.total)
@@ -281,10 +284,12 @@ def test_slurm_requeues_a_job_after_a_fault(ends: str, state: str, count: int, r
     (tmp_path / "step.yaml").write_text("output_dir: runs/a\n")
     programs = {"srun": ends, "scontrol": f'[ "$1" = requeue ] && touch {tmp_path}/requeued; echo JobState={state}'}
     for name, content in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{content}\n")
+        (tmp_path / name).write_text(f"#!/bin/sh\n{content}\n")
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(count)}
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm}
+    (tmp_path / "slow").write_text("trap 'sleep 0.02' DEBUG\n")  # srun has ended before the script waits for it
+    slurm |= {"BASH_ENV": str(tmp_path / "slow"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {**os.environ, **slurm}
     command = ["bash", str(ROOT / "recipes" / "cluster" / "slurm.sh"), "rl", "step.yaml"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode == 0) == (ends == "exit 0"), done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
-from hybrid_rlhf.engines.partition import copy_weights
 from hybrid_rlhf.functional.losses import kl_k2, kl_k3
 from hybrid_rlhf.functional.masking import masked_sum
+from hybrid_rlhf.models.packing import prefixes
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.algorithms.raft import RAFT
 from hybrid_rlhf.rl.algorithms.vapo import VAPO
@@ -45,19 +46,16 @@ def weights(engine: Any) -> list[torch.Tensor]:
 
 
 def test_a_single_update_reads_the_actor_once(world: World, build: Any) -> None:
-    once = replace(ALGORITHM, epochs=1)
-    parts = build(algorithm=once)
+    parts = build(algorithm=replace(ALGORITHM, epochs=1))
     forwards: list[int] = []
     parts.roles.actor.module.register_forward_hook(lambda *_: forwards.append(1))
     batch, plan = collect(parts)
     assert len(forwards) == 1, "the check after the weight sync; scoring does not read the actor"
-    forwards.clear()
-    torch.testing.assert_close(batch.rollout.old_logprobs, batch.rollout.sampled_logprobs, atol=0, rtol=0)
-    slow = build(algorithm=ALGORITHM)
-    expected, _ = score(slow, batch.rollout)
+    assert torch.equal(batch.rollout.old_logprobs, batch.rollout.sampled_logprobs)
+    expected, _ = score(build(), batch.rollout)
     report = parts.updater.update(batch, [plan])
-    assert len(forwards) == len(plan.mini_batches(world)[0])
-    torch.testing.assert_close(report.batch.rollout.old_logprobs, expected.old_logprobs, atol=0, rtol=0)
+    assert len(forwards) == 1 + len(plan.mini_batches(world)[0])
+    assert torch.equal(report.batch.rollout.old_logprobs, expected.old_logprobs)
     assert report.metrics["val/ratio"] == 1 and report.metrics["policy/approxkl"] == 0
     assert 0 < rollout_metrics(report.batch, world)["rollout/logprob_abs_diff_mean"] < 1e-5
 
@@ -78,20 +76,72 @@ def test_the_ratio_of_a_token_is_that_of_its_last_update(world: World, build: An
     rollout, mask = batch.rollout, batch.rollout.response_mask
     expected = torch.full_like(rollout.old_logprobs, torch.nan)
 
-    def score_again(progress: Progress) -> None:
+    def score_again(batch: Batch, progress: Progress) -> None:
         rows, now = plan.rows_of(progress.updates % 2), parts.scorer.compute_logprobs(rollout, plan).old_logprobs
         expected[rows] = (now - rollout.old_logprobs)[rows].exp()
 
     report = parts.updater.update(batch, [plan] * 2, keeps_ratios=True, between=score_again)
     torch.testing.assert_close(report.ratios[mask], expected[mask], atol=1e-5, rtol=1e-5)
     assert (report.ratios[mask] - 1).abs().max() > 1e-3
-
     resumed = Progress(world.device)
     resumed.updates = 1
-    report = parts.updater.update(batch, [plan], keeps_ratios=True, progress=resumed)
-    assert report.ratios[plan.rows_of(0)].isnan().all(), "this process made no update of these rows"
-    assert report.ratios[plan.rows_of(1)].isfinite().all()
-    assert parts.updater.update(batch, [plan]).ratios is None
+    ratios = parts.updater.update(batch, [plan], keeps_ratios=True, progress=resumed).ratios
+    assert ratios[plan.rows_of(0)].isnan().all(), "this process made no update of these rows"
+    assert ratios[plan.rows_of(1)].isfinite().all()
+
+
+class Interrupted(Exception):
+    """The end of a step that a checkpoint holds."""
+
+
+@pytest.mark.parametrize("stop", [None, 0, 1, 3])
+def test_the_first_update_gives_its_own_old_log_probs(build: Any, stop: int | None) -> None:
+    """A pass over its rows would compute the same; later epochs read them, also in a step that is resumed."""
+
+    def interrupt(batch: Batch, progress: Progress) -> None:
+        if progress.updates == stop:
+            raise Interrupted(batch)
+
+    results = []
+    for defers in (False, True):
+        parts = build(algorithm=replace(ALGORITHM, kl=KLConfig(where="loss", estimator="k3"), mini_batches=2))
+        rollout = parts.scorer.score(PROMPTS, parts.sampler.sample(PROMPTS, step=1))
+        plan = parts.planner.plan(rollout, step=1, mini_batches=2)
+        forwards: list[int] = []
+        hook = parts.roles.actor.module.register_forward_hook(lambda *_, made=forwards: made.append(1))
+        batch = parts.estimate(parts.scorer.compute_logprobs(rollout, plan, defers=defers), kl_coef=0.1)
+        hook.remove()
+        progress = Progress(parts.roles.world.device)
+        try:
+            report = parts.updater.update(batch, [plan] * 2, kl_coef=0.1, progress=progress, between=interrupt)
+        except Interrupted as end:
+            report = parts.updater.update(end.args[0], [plan] * 2, kl_coef=0.1, progress=progress)
+        old = report.batch.rollout.old_logprobs
+        results.append((report.metrics, len(forwards), [old, *weights(parts.roles.actor)]))
+    (metrics, passes, tensors), (deferred_metrics, deferred_passes, deferred_tensors) = results
+    assert metrics == deferred_metrics and deferred_passes * 2 == passes
+    assert all(torch.equal(a, b) for a, b in zip(tensors, deferred_tensors, strict=True))
+
+
+def test_the_sampler_may_give_the_old_log_probs(build: Any) -> None:
+    """No pass of the actor before the updates, and ratios relative to the sampler's log-probs, which are compared."""
+    parts = build(algorithm=replace(ALGORITHM, mini_batches=2, old_logprobs="sampler"))
+    rollout = parts.scorer.score(PROMPTS, parts.sampler.sample(PROMPTS, step=1))
+    rollout = replace(rollout, sampled_logprobs=rollout.sampled_logprobs - 0.25 * rollout.response_mask)
+    plan = parts.planner.plan(rollout, step=1, mini_batches=2)
+    hook = parts.roles.actor.module.register_forward_hook(pytest.fail)
+    read = parts.scorer.compute_logprobs(rollout, plan)
+    hook.remove()
+    assert torch.equal(read.old_logprobs, rollout.sampled_logprobs) and read.entropy is None
+    batch = parts.estimate(read, kl_coef=0.1)
+    ratios: list[float] = []
+    report = parts.updater.update(
+        batch, [plan], between=lambda _, progress: ratios.append(float(progress.sums["policy"].total("ratio")))
+    )
+    tokens = plan.tokens[0]
+    assert ratios[1] / tokens == pytest.approx(math.exp(0.25), rel=1e-5)
+    assert report.metrics["rollout/logprob_abs_diff_mean"] == pytest.approx(0.25, rel=1e-4)
+    assert torch.equal(report.batch.rollout.old_logprobs, rollout.sampled_logprobs)
 
 
 def test_passes_end_when_the_policy_has_gone_too_far(build: Any) -> None:
@@ -107,41 +157,29 @@ def test_passes_end_when_the_policy_has_gone_too_far(build: Any) -> None:
 def test_a_warm_up_moves_the_critic_alone(build: Any) -> None:
     parts = build()
     batch, plan = collect(parts)
-    before = weights(parts.roles.actor), weights(parts.roles.critic)
+    learners = (parts.roles.actor, parts.roles.critic)
+    before = [weights(role) for role in learners]
     report = parts.updater.update(batch, [plan], train_actor=False)
-    assert all(map(torch.equal, before[0], weights(parts.roles.actor)))
-    assert not all(map(torch.equal, before[1], weights(parts.roles.critic)))
-    assert "loss/policy" not in report.metrics and "loss/value" in report.metrics
+    moved = [not all(map(torch.equal, was, weights(role))) for was, role in zip(before, learners, strict=True)]
+    assert moved == [False, True] and "loss/policy" not in report.metrics and "loss/value" in report.metrics
     index = plan.index
-    actor, critic = (
-        role.operations.of_rows(index.lengths, head_tokens=float(index.responses.sum()))
-        for role in (parts.roles.actor, parts.roles.critic)
-    )
+    tokens = float(index.responses.sum())
+    actor, critic = (role.operations.of_rows(index.lengths, head_tokens=tokens) for role in learners)
     assert 0 < report.operations == critic < actor, "what the utilisation of the GPUs counts"
     assert parts.updater.update(batch, [plan] * 2).operations == 2 * (actor + critic)
 
 
 @pytest.mark.parametrize(("estimator", "function"), [("k2", kl_k2), ("k3", kl_k3)])
-def test_the_kl_may_be_a_term_of_the_loss(
-    estimator: Any,
-    function: Any,
-    world: World,
-    build: Any,
-) -> None:
+def test_the_kl_may_be_a_term_of_the_loss(estimator: Any, function: Any, build: Any) -> None:
     config = replace(ALGORITHM, kl=KLConfig(where="loss", estimator=estimator))
     parts = build(algorithm=config)
-    batch, plan = collect(parts)
-    mask = batch.rollout.response_mask
-    last = torch.zeros_like(mask).scatter(1, (mask * torch.arange(mask.shape[1])).argmax(1)[:, None], True)
-    assert (batch.rewards[mask & ~last] == 0).all(), "no penalty in the reward"
-    indices = plan.mini_batches(world)[0][0]
-    mini_batch = MiniBatch(plan.tokens[0], plan.sequences[0], kl_coef=0.3)
-    loss, current = parts.updater.policy_loss(batch.rows(indices), mini_batch)
+    batch, _ = collect(parts)
+    assert batch.rewards.ne(0).sum(dim=1).max() == 1, "no penalty in the reward"
+    mini_batch = MiniBatch(1.0, 1.0, kl_coef=0.3)
+    loss, current = parts.updater.policy_loss(batch, mini_batch)
     plain = PolicyLoss(parts.roles.actor, PPO(replace(config, kl=KLConfig())), temperature=0.8, max_tokens=10)
-    without, _ = plain(batch.rows(indices), mini_batch)
-    rows = torch.tensor(indices)
-    reference = batch.rollout.ref_logprobs[rows, : current.shape[1]]
-    kl = masked_sum(function(current, ref_logprobs=reference), mask=mask[rows, : current.shape[1]])
+    without, _ = plain(batch, mini_batch)
+    kl = masked_sum(function(current, ref_logprobs=batch.rollout.ref_logprobs), mask=batch.rollout.response_mask)
     torch.testing.assert_close(loss.total - without.total, 0.3 * kl, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(loss.stats["kl"], kl, atol=1e-5, rtol=1e-4)
     assert float(kl) > 0.01
@@ -149,64 +187,54 @@ def test_the_kl_may_be_a_term_of_the_loss(
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_the_loss_may_be_a_mean_over_the_tokens_that_a_correction_keeps(epochs: int, build: Any) -> None:
-    kl = KLConfig(where="loss", estimator="k2")
     found = []
     for counts in (True, False):
         correction = CorrectionConfig(method="mask", count_masked=counts)
-        learned = replace(ALGORITHM, epochs=epochs, correction=correction, kl=kl)
-        parts = build(algorithm=learned)
+        kl = KLConfig(where="loss", estimator="k2")
+        parts = build(algorithm=replace(ALGORITHM, epochs=epochs, correction=correction, kl=kl))
         batch, plan = collect(parts, mini_batches=1)
         mask = batch.rollout.response_mask
         dropped = mask & (torch.arange(mask.shape[1]) % 3 == 0)
         drawn = batch.rollout.drawn_logprobs - 5.0 * dropped  # ratios of exp(5), and of 1
-        rollout = replace(batch.rollout, drawn_logprobs=drawn)
-        batch = replace(batch, rollout=rollout, advantages=1.0 * mask)
-        report = parts.updater.update(batch, [plan])
-        found.append(report.metrics["loss/policy"])
-        assert report.metrics["rollout/correction_mean"] == pytest.approx(
-            1 - float(dropped.sum() / mask.sum()), abs=1e-4
-        )
-    kept = 1 - float(dropped.sum()) / float(mask.sum())
+        batch = replace(batch, rollout=replace(batch.rollout, drawn_logprobs=drawn), advantages=1.0 * mask)
+        metrics = parts.updater.update(batch, [plan]).metrics
+        found.append(metrics["loss/policy"])
+        kept = 1 - float(dropped.sum() / mask.sum())
+        assert metrics["rollout/correction_mean"] == pytest.approx(kept, abs=1e-4)
     assert 0.3 < kept < 0.9 and found == pytest.approx([-kept, -1.0], abs=1e-4)
 
 
 def test_a_rejected_completion_has_no_gradient(world: World, build: Any) -> None:
     correction = CorrectionConfig(clip=10.0, reject=RejectionConfig(high=1.05))
-    learned = replace(ALGORITHM, correction=correction, kl=None)
-    parts = build(algorithm=learned)
-    batch, plan = collect(parts)
-    rows, mini_batch = plan.mini_batches(world)[0][0], MiniBatch(plan.tokens[0], plan.sequences[0])
+    parts = build(algorithm=replace(ALGORITHM, correction=correction, kl=None))
+    batch, _ = collect(parts)
     mask = batch.rollout.response_mask
     apart = torch.zeros(len(mask), 1)
-    apart[rows[0]] = 0.1  # a geometric mean of exp(0.1)
+    apart[3] = 0.1  # a geometric mean of exp(0.1)
     rollout = replace(batch.rollout, drawn_logprobs=batch.rollout.old_logprobs - apart * mask)
     batch = replace(batch, rollout=rollout, advantages=1.0 * mask)
-    policy_loss = parts.updater.policy_loss
-    loss, _ = policy_loss(batch.rows(rows), mini_batch)
-    kept = float(mask[rows[1:]].sum())
-    assert float(loss.total.detach()) == pytest.approx(-kept, abs=1e-3)
-    assert float(loss.stats["correction_cut"]) == float(mask[rows[0]].sum())
-    for name in ("correction", "correction_squares"):
-        assert float(loss.stats[name]) == pytest.approx(kept, abs=1e-3)
-    assert torch.equal(policy_loss.kept(batch.rollout).any(dim=1), apart[:, 0] == 0)
+    loss, _ = parts.updater.policy_loss(batch.rows([3, 1]), MiniBatch(1.0, 1.0))
+    kept = float(mask[1].sum())
+    found = [float(loss.stats[f"correction{name}"]) for name in ("", "_squares", "_cut")]
+    assert [-float(loss.total.detach()), *found] == pytest.approx([kept, kept, kept, float(mask[3].sum())], abs=1e-3)
+    assert parts.updater.policy_loss.kept(rollout).any(dim=1).tolist() == [row != 3 for row in range(len(mask))]
 
 
-def test_the_entropy_bonus_is_the_entropy_of_the_whole_distribution(world: World, build: Any) -> None:
+def test_the_entropy_bonus_is_the_entropy_of_the_whole_distribution(build: Any) -> None:
     parts = build()
-    batch, plan = collect(parts)
-    indices, mini_batch = plan.mini_batches(world)[0][0], MiniBatch(plan.tokens[0], plan.sequences[0])
-    totals = [
+    batch, _ = collect(parts)
+    plain, with_bonus = (
         PolicyLoss(parts.roles.actor, PPO(replace(ALGORITHM, entropy_coef=coef)), temperature=0.8, max_tokens=10)(
-            batch.rows(indices), mini_batch
+            batch, MiniBatch(1.0, 1.0)
         )[0].total
         for coef in (0.0, 0.25)
-    ]
-    rows = batch.rollout.rows(indices)
+    )
+    rows = batch.rollout
     logits = parts.roles.actor.lm(input_ids=rows.input_ids, attention_mask=rows.attention_mask.long()).logits / 0.8
     entropy = torch.distributions.Categorical(logits=logits[:, :-1]).entropy()
-    expected = 0.25 * masked_sum(entropy.detach(), mask=rows.response_mask[:, 1:])
-    assert float(expected) > 1
-    torch.testing.assert_close((totals[0] - totals[1]).detach(), expected, atol=1e-3, rtol=1e-4)
+    expected = 0.25 * masked_sum(entropy, mask=rows.response_mask[:, 1:])
+    assert float(expected.detach()) > 1
+    torch.testing.assert_close(plain - with_bonus, expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("counts_masked", [None, True, False])
@@ -216,19 +244,17 @@ def test_tokens_of_positive_scores_are_made_likelier_by_their_mean(
     """VAPO's term: a mean over the positive tokens of the mini-batch, not of the micro-batch or of all tokens; a token
     that a correction masks has no gradient from it either."""
     correction = None if counts_masked is None else CorrectionConfig(method="mask", count_masked=counts_masked)
-    learned = VAPOConfig(positive_coef=0.3, correction=correction)
-    parts = build(algorithm=ALGORITHM)
+    parts = build()
     batch, plan = collect(parts)
-    rollout, mask = batch.rollout, batch.rollout.response_mask
+    mask = batch.rollout.response_mask
     scores = torch.linspace(-1, 1, len(mask))
-    # every third token was drawn with half its probability or less: a weight above clip
-    drawn = rollout.old_logprobs - 0.75 * (torch.arange(mask.shape[1]) % 3 == 0)
-    rollout = replace(rollout, scores=scores, drawn_logprobs=drawn if correction else rollout.drawn_logprobs)
-    batch = replace(batch, rollout=rollout, advantages=torch.zeros_like(batch.advantages))
-    kept = mask if correction is None else mask & (torch.arange(mask.shape[1]) % 3 != 0)
-    updater = Updater(parts.roles, VAPO(learned), rollout=SAMPLING)
+    kept = mask & (torch.arange(mask.shape[1]) % 3 != 0) if correction else mask
+    drawn = batch.rollout.old_logprobs - 0.75 * (mask & ~kept)  # drawn with half the probability: a weight above clip
+    rollout = replace(batch.rollout, scores=scores, drawn_logprobs=drawn)
+    batch = replace(batch, rollout=rollout, advantages=0.0 * batch.advantages, selected=kept)  # to travel with its rows
+    updater = Updater(parts.roles, VAPO(VAPOConfig(positive_coef=0.3, correction=correction)), rollout=SAMPLING)
     total, expected = 0.0, 0.0
-    for mini_batch in updater._mini_batches(batch, [plan], 0.0, None):
+    for mini_batch in updater._mini_batches(batch, plan, 0.0, None):
         rows = [row for row in mini_batch.rows if scores[row] > 0]
         positive = int((mask if counts_masked else kept)[rows].sum())
         assert mini_batch.inputs.extra_tokens == positive > 0
@@ -236,10 +262,7 @@ def test_tokens_of_positive_scores_are_made_likelier_by_their_mean(
             local = mini_batch.local(indices)
             loss, current = updater.policy_loss(local, mini_batch.inputs)
             total += float(loss.total.detach()) / mini_batch.inputs.tokens
-            assert local.rollout.scores is not None
-            wanted = local.rollout.response_mask & (local.rollout.scores > 0)[:, None]
-            if correction is not None:
-                wanted &= torch.arange(wanted.shape[1]) % 3 != 0
+            wanted = local.rollout.response_mask & local.selected & (local.rollout.scores > 0)[:, None]  # type: ignore[operator]
             expected -= 0.3 * float(current[wanted].sum()) / positive
     assert total == pytest.approx(expected, rel=1e-4) and expected > 0.5
 
@@ -249,36 +272,34 @@ def test_a_gradient_is_scaled_down_to_its_limit(limit: float, world: World, path
     """AdamW with lr and eps of 10^6 each subtracts the gradient."""
     optimizer = OptimizerConfig(lr=1e6, eps=1e6, schedule="constant", warmup_fraction=0.0, max_grad_norm=limit)
     critic = build_engine(EngineSpec("critic", paths["reward"], ModelConfig(), ZeroConfig(), 0, optimizer), world)
-    before = torch.cat([p.detach().double().flatten() for p in critic.lm.parameters()])
+    before = weights(critic)
     ids = torch.tensor([[5, 6, 7, 8]])
-    critic.backward(critic(ids, torch.ones_like(ids, dtype=torch.bool)).square().sum(), count=1.0)
+    critic.backward(critic(ids, ids > 0).square().sum(), count=1.0)
     norm = critic.step().grad_norm
-    moved = before - torch.cat([p.detach().double().flatten() for p in critic.lm.parameters()])
+    moved = [was.double() - now for was, now in zip(before, weights(critic), strict=True)]
     assert norm is not None and norm > 0.1
-    assert float(moved.norm()) == pytest.approx(limit or norm, rel=1e-2)
+    assert math.hypot(*(float(part.norm()) for part in moved)) == pytest.approx(limit or norm, rel=1e-2)
 
 
-def test_rewards_and_advantages_are_whitened_as_asked(world: World, build: Any) -> None:
+@pytest.mark.parametrize(("unbiased", "shifted"), [(True, True), (False, True), (True, False)])
+def test_rewards_and_advantages_are_whitened_as_asked(unbiased: bool, shifted: bool, world: World, build: Any) -> None:
     parts = build()
     rollout, _ = sample_and_score(parts)
     mask = rollout.response_mask
 
-    def estimated(**changes: Any) -> Batch:
+    def estimated(**changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
         learner = PPO(replace(ALGORITHM, **changes))
-        return estimate_advantages(rollout, learner, scaling=parts.scaling, kl_coef=0.1, world=world)
+        batch = estimate_advantages(rollout, learner, scaling=parts.scaling, kl_coef=0.1, world=world)
+        return batch.rewards[mask], batch.advantages[mask]
 
-    plain = estimated(whiten_advantages=False)
-    for unbiased in (True, False):
-        found = estimated(whiten_advantages=False, whiten_rewards=True, whiten_unbiased=unbiased)
-        expected = plain.rewards[mask] / plain.rewards[mask].std(correction=int(unbiased))
-        shift = plain.rewards[mask].mean() - expected.mean()
-        torch.testing.assert_close(found.rewards[mask], expected + shift, atol=1e-4, rtol=1e-4)
-        for shifted in (True, False):
-            found = estimated(whiten_shift_mean=shifted, whiten_unbiased=unbiased)
-            values = plain.advantages[mask]
-            expected = (values - values.mean()) / values.std(correction=int(unbiased))
-            expected = expected if shifted else expected + values.mean()
-            torch.testing.assert_close(found.advantages[mask], expected, atol=1e-4, rtol=1e-4)
+    def whitened(values: torch.Tensor, *, shifts: bool) -> torch.Tensor:
+        return (values - values.mean()) / values.std(correction=int(unbiased)) + (0.0 if shifts else values.mean())
+
+    rewards, advantages = estimated(whiten_advantages=False)
+    of_rewards, _ = estimated(whiten_advantages=False, whiten_rewards=True, whiten_unbiased=unbiased)
+    torch.testing.assert_close(of_rewards - of_rewards.mean(), whitened(rewards, shifts=True), atol=1e-4, rtol=1e-4)
+    _, found = estimated(whiten_shift_mean=shifted, whiten_unbiased=unbiased)
+    torch.testing.assert_close(found, whitened(advantages, shifts=shifted), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -302,18 +323,16 @@ def test_truncated_completions_are_left_out_of_updates_and_of_nothing_else(
         return parts, batch, parts.updater.update(batch, [plan], keeps_ratios=True)
 
     parts, batch, report = updated(masks=True, cut=False)
-    of_cut, cut, cut_report = updated(masks=False, cut=True)
+    of_cut, _, cut_report = updated(masks=False, cut=True)
     for role in ("actor", "critic"):
-        learned = [weights(getattr(of.roles, role)) for of in (parts, of_cut)]
-        assert all(torch.equal(now, expected) for now, expected in zip(*learned, strict=True))
+        learned, expected = (weights(getattr(of.roles, role)) for of in (parts, of_cut))
+        assert all(map(torch.equal, learned, expected))
     assert report.metrics == cut_report.metrics and report.trained_tokens == cut_report.trained_tokens
     _, every, every_report = updated(masks=False, cut=False)
-    assert torch.equal(batch.advantages, every.advantages) and len(batch) == len(every) > len(cut)
-    expected, found = (rollout_metrics(of.batch, world) for of in (every_report, report))
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert found["completions/clipped_ratio"] == 3 / 8
-    if report.ratios is not None:
-        assert report.ratios[~batch.rollout.stopped].isnan().all()
+    assert torch.equal(batch.advantages, every.advantages)
+    of_all, found = (rollout_metrics(of.batch, world) for of in (every_report, report))
+    assert found == pytest.approx(of_all, abs=1e-5) and found["completions/clipped_ratio"] == 3 / 8
+    assert report.ratios is None or report.ratios[~batch.rollout.stopped].isnan().all()
 
 
 @pytest.mark.slow
@@ -330,51 +349,40 @@ def test_a_step_of_truncated_completions_alone_is_reported(model_folder: Path, t
 
 
 def test_penalties_and_scaling_reach_the_last_reward(world: World, build: Any) -> None:
-    config = replace(
-        ALGORITHM,
-        penalties=PenaltiesConfig(missing_eos=0.5, length=0.25),
-        score_clip=None,
-        score_scaling="running",
-        whiten_advantages=False,
-    )
-    parts = build(algorithm=config)
+    penalized = PenaltiesConfig(missing_eos=0.5, length=0.25)
+    changes: dict[str, Any] = {"score_clip": None, "score_scaling": "running", "whiten_advantages": False}
+    parts = build(algorithm=replace(ALGORITHM, penalties=penalized, **changes))
     rollout, _ = sample_and_score(parts)
-    lengths = rollout.response_mask.sum(dim=1)
     assert rollout.scores is not None and rollout.penalties is not None
-    penalties = 0.25 * lengths + 0.5 * (~rollout.stopped)
+    penalties = 0.25 * rollout.response_mask.sum(dim=1) + 0.5 * (~rollout.stopped)
     torch.testing.assert_close(rollout.penalties, penalties * rollout.scores.std(), atol=1e-5, rtol=1e-4)
-    batch = estimate_advantages(rollout, parts.algorithm, scaling=parts.scaling, kl_coef=0.0, world=world)
+    batch = parts.estimate(rollout, kl_coef=0.0)
     scaled = (rollout.scores - rollout.scores.mean()) / rollout.scores.std()
     torch.testing.assert_close(batch.rewards.sum(dim=1), scaled - penalties, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(batch.rollout.penalized_scores, rollout.scores - rollout.penalties)
     before = parts.scaling.state_dict()
     parts.scorer.score(PROMPTS, parts.sampler.sample(PROMPTS, step=2), evaluates=True)
     assert parts.scaling.state_dict() == before, "scores of an evaluation do not count"
 
 
-def test_what_an_algorithm_selects_from_is_scaled_and_counted(world: World, build: Any) -> None:
+@pytest.mark.parametrize(("least", "expected"), [(None, [0.0, 2.0, 4.0, 6.0]), (3.0, [4.0, 6.0])])
+def test_what_an_algorithm_selects_from_is_scaled_and_counted(
+    least: float | None, expected: list[float], world: World, build: Any
+) -> None:
     """A penalty of one scaled score is one standard deviation of the scores where completions are ranked, and running
     statistics are of all completions, also of those that are not selected."""
-    penalties = PenaltiesConfig(missing_eos="auto")
-    parts = build(
-        algorithm=replace(ALGORITHM, penalties=penalties, score_scaling="running"), reward=Reward([Judge()], world)
-    )
+    settings: dict[str, Any] = {"penalties": PenaltiesConfig(missing_eos="auto"), "score_scaling": "running"}
+    parts = build(algorithm=replace(ALGORITHM, **settings), reward=Reward([Judge()], world))
     sampled = parts.sampler.sample(PROMPTS, step=1)
     sampled = replace(sampled, stopped=torch.arange(len(sampled)) % 2 == 0)
     data, stream = Dataset.from_list(PROMPTS), RowStream(len(PROMPTS), epochs=1, seed=0)
     steps = StepStream(parts.sampler, prompts=data, stream=stream, per_step=4, total_steps=1)
     steps.take = lambda step: ([0, 1, 2, 3], sampled)  # type: ignore[method-assign]
-    for learner, expected in (
-        (RAFT(RAFTConfig(penalties=penalties, score_scaling="running")), [0.0, 2.0, 4.0, 6.0]),
-        (RAFT(RAFTConfig(penalties=penalties, score_scaling="running", select_above=3.0)), [4.0, 6.0]),
-    ):
-        parts.scaling.load_state_dict(ScoreScaling("running").state_dict())
-        rollout = Collector(steps, parts.scorer, learner).collect(1)
-        assert rollout.scores is not None and rollout.scores.tolist() == expected
-        every = torch.arange(8.0)
-        assert parts.scaling.metrics()["objective/scaling_mean"] == every.mean()
-        assert parts.scaling.metrics()["objective/scaling_std"] == pytest.approx(float(every.std()))
-        assert rollout.metrics["objective/scores"] == pytest.approx(float(every.mean() - every.std() / 2))
+    rollout = Collector(steps, parts.scorer, RAFT(RAFTConfig(**settings, select_above=least))).collect(1)
+    assert rollout.scores is not None and rollout.scores.tolist() == expected
+    every = torch.arange(8.0)
+    scaling = {"objective/scaling_mean": every.mean(), "objective/scaling_std": every.std()}
+    assert parts.scaling.metrics() == pytest.approx({name: float(value) for name, value in scaling.items()})
+    assert rollout.metrics["objective/scores"] == pytest.approx(float(every.mean() - every.std() / 2))
 
 
 def test_scaling_knows_all_scores_so_far_and_comes_back_from_a_checkpoint() -> None:
@@ -385,40 +393,48 @@ def test_scaling_knows_all_scores_so_far_and_comes_back_from_a_checkpoint() -> N
         seen = torch.cat(parts[: number + 1])
         expected = (part - seen.mean()) / (seen.std() if len(seen) > 1 else 1.0)
         torch.testing.assert_close(scaled(running, part), expected, atol=1e-5, rtol=1e-4)
-    initial = ScoreScaling("initial")
-    assert initial.needs_initial_scores
+    initial, again = ScoreScaling("initial"), ScoreScaling("initial")
     initial.observe(parts[2])
-    again = ScoreScaling("initial")
+    assert again.needs_initial_scores
     again.load_state_dict(initial.state_dict())
     assert not again.needs_initial_scores
     torch.testing.assert_close(again.scaled(parts[1]), (parts[1] - parts[2].mean()) / parts[2].std())
-    assert ScoreScaling("none").scaled(parts[0]) is parts[0] and ScoreScaling("none").metrics() == {}
-
-
-def test_the_reference_may_follow_the_actor(build: Any) -> None:
-    parts = build()
-    batch, plan = collect(parts)
-    assert parts.roles.reference is not None and float(batch.rollout.kl.abs().max()) > 0
-    parts.updater.update(batch, [plan])
-    copy_weights(parts.roles.actor.lm, parts.roles.reference.lm)
-    followed, _ = collect(parts)
-    assert float(followed.rollout.kl.abs().max()) == 0
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_an_averaged_actor_generates_with_its_own_weights(
-    keep: bool,
-    build: Any,
-) -> None:
+def test_an_averaged_actor_generates_with_its_own_weights(keep: bool, build: Any) -> None:
     parts = build()
-    parts.roles.actor._rollout = replace(parts.roles.actor._rollout, keep_weights=keep)
-    average = WeightAverage(parts.roles.actor.module, decay=0.999999)
+    actor = parts.roles.actor
+    actor._rollout = replace(actor._rollout, keep_weights=keep)
+    average = WeightAverage(actor.module, decay=0.999999)
     batch, plan = collect(parts)
     parts.updater.update(batch, [plan])
-    moved, _ = collect(parts)
-    with average.applied(), parts.roles.actor.other_weights():
-        averaged, _ = collect(parts)
-    again, _ = collect(parts)
-    assert torch.equal(averaged.rollout.input_ids, batch.rollout.input_ids)
-    assert torch.equal(again.rollout.input_ids, moved.rollout.input_ids)
-    assert not torch.equal(moved.rollout.sampled_logprobs, averaged.rollout.sampled_logprobs)
+    moved = sample_and_score(parts)[0].sampled_logprobs
+    with average.applied(), actor.other_weights():
+        averaged = sample_and_score(parts)[0]
+    assert torch.equal(sample_and_score(parts)[0].sampled_logprobs, moved)
+    assert torch.equal(averaged.input_ids, batch.rollout.input_ids)
+    assert not torch.equal(averaged.sampled_logprobs, moved)
+
+
+def test_prompts_are_computed_once_in_scoring_and_updates(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By actor, reference, reward model and critic: the same values and gradients of fewer tokens."""
+
+    def updated(least_tokens: int) -> tuple[Batch, UpdateReport]:
+        monkeypatch.setattr(prefixes, "LEAST_TOKENS", least_tokens)
+        parts = build(algorithm=replace(ALGORITHM, epochs=2))
+        batch, plan = collect(parts)
+        return batch, parts.updater.update(batch, [plan, plan])
+
+    (shared, report), (separate, expected) = updated(2), updated(99)
+    names = ("scores", "old_logprobs", "ref_logprobs", "old_values")
+    for name in names:
+        one, other = (getattr(batch.rollout, name) for batch in (shared, separate))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for name in ("actor/grad_norm", "critic/grad_norm", "loss/policy", "loss/value"):
+        assert report.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-3, abs=1e-5)
+    tokens, of_separate = report.trained_tokens, expected.trained_tokens
+    groups, prompts = shared.rollout.groups, [len(prompt["input_ids"]) for prompt in PROMPTS]
+    assert len(groups) == 8 and tokens.shared == 2 * sum(prompts) and tokens.passes == 2
+    assert tokens.computed + tokens.shared == of_separate.computed and of_separate.shared == 0
+    assert report.operations < expected.operations

@@ -19,30 +19,25 @@ from tests.support.tiny import tiny_tokenizer
 pytest.importorskip("llguidance")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
-LINE = ["--model.path", "m", "--data.sources", "r.jsonl", "--reward.components", "{function: judge.py:score}"]
-WORD = f"--rollout.sampling.response_format={json.dumps(FORMAT)}"
 
 
 def test_a_grammar_in_rollouts_is_weighed_by_what_it_leaves(world: World, paths: dict[str, str]) -> None:
     """Completions are valid, and the weight of each token is the probability of all allowed tokens."""
     sampling = replace(SAMPLING, sampling=SamplingParams(n=2, max_new_tokens=80, response_format=FORMAT))
-    algorithm = replace(ALGORITHM, correction=CorrectionConfig())
-    parts = build_parts(world, paths, algorithm=algorithm, sampling=sampling)
+    parts = build_parts(world, paths, algorithm=replace(ALGORITHM, correction=CorrectionConfig()), sampling=sampling)
     parts.sampler._stop["stop_token_ids"] = (2,)
     batch, plan = collect(parts)
-    rollout = batch.rollout
-    valid = 0
-    for ids, mask in zip(rollout.input_ids, rollout.response_mask.bool(), strict=True):
-        text = tiny_tokenizer().decode(ids[mask], skip_special_tokens=True)
-        if mask.sum() < 80:
-            assert json.loads(text) in ({"a": True}, {"a": False})
-            valid += 1
-        assert text.startswith("{")
-    assert valid
-    mask = rollout.response_mask.bool()
+    rollout, mask = batch.rollout, batch.rollout.response_mask
+    texts = [
+        tiny_tokenizer().decode(ids[sampled], skip_special_tokens=True)
+        for ids, sampled in zip(rollout.input_ids, mask, strict=True)
+    ]
+    assert all(text.startswith("{") for text in texts)
+    ended = [json.loads(text) for text, length in zip(texts, mask.sum(dim=1), strict=True) if length < 80]
+    assert ended and all(value in ({"a": True}, {"a": False}) for value in ended)
     weights = sampler_ratio(rollout.old_logprobs, sampler_logprobs=rollout.drawn_logprobs, mask=mask, of="token")
     assert (weights[mask] <= 1 + 1e-4).all() and float(weights[mask].min()) < 0.5
-    first = mask.float().argmax(dim=1)[:, None]
+    first = mask.int().argmax(dim=1)[:, None]
     full = rollout.sampled_logprobs.gather(1, first)  # the first token is always {, which has all the weight
     torch.testing.assert_close(weights.gather(1, first), full.exp(), atol=1e-4, rtol=1e-3)
     report = parts.updater.update(batch, [plan])

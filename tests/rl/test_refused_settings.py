@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
 from hybrid_rlhf.cli.rl import main
+from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.runtime.command_line import parse_config
 from tests.support.ahead import rollout_line
@@ -33,6 +35,13 @@ REFUSED = {
     "reference.path None and refresh_every 4: leave the section out",
     "--algorithm.kl.target 3 --algorithm.kl.coef 0": "algorithm.kl.coef must be above 0, got 0: give --algorithm.kl "
     "null for no penalty",
+    "--algorithm gspo --algorithm.old_logprobs sampler": "algorithm.old_logprobs sampler takes the sampler's log-probs "
+    "as the policy's, whose rounding adds up in the ratio of sequences of gspo: leave it out",
+    f"--algorithm.old_logprobs sampler {LAG}": "algorithm.old_logprobs sampler needs a sampler with the weights and "
+    "arithmetic of training, got rollout.max_lag, rollout.quantization, vLLM or a grammar: leave one out",
+    "--algorithm grpo --algorithm.old_logprobs sampler --algorithm.entropy.method kl_cov": "algorithm.old_logprobs "
+    "sampler takes the sampler's log-probs as the policy's, without the entropy that algorithm.entropy needs: leave "
+    "one out",
     "--algorithm.correction.low 0.5": "algorithm.correction.method truncate masks nothing, got "
     "algorithm.correction.low 0.5: leave it out",
     "--algorithm.correction.method truncate --algorithm.correction.count_masked false": "algorithm.correction.method "
@@ -133,7 +142,10 @@ REFUSED |= {f"--reward.components '[{components}]'": rule for components, rule i
 
 @pytest.mark.parametrize(("line", "error"), REFUSED.items())
 def test_what_cannot_be_is_refused(line: str, error: str) -> None:
-    assert error in refused(parse_config, RLConfig, shlex.split(line))
+    words = shlex.split(line)
+    assert error in refused(parse_config, RLConfig, words)
+    # through train, where `refused` takes no key without its prefix
+    refused(parse_config, PipelineConfig, [re.sub("^--", "--rl.", word) for word in words])
 
 
 NO_HEAD = "a reward model must have a score head, {} has none: give one that a reward step saved"

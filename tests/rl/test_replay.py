@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hybrid_rlhf.cli.runs import replay as replay_command
-from hybrid_rlhf.cli.runs.replay import main as replay_main
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
@@ -122,18 +121,6 @@ def test_other_runs_are_generated_again(
     assert samples and all(sample["identical"] and sample["compared"] == "tokens" for sample in samples), samples
 
 
-def test_a_branch_of_a_run_with_an_environment_is_refused_before_a_rank_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(replay_command, "tee", lambda *_: pytest.fail("a rank started"))
-    (tmp_path / "samples.jsonl").write_text('{"step": 1, "index": 0}\n')
-    save_config(RLConfig(environment=EnvironmentConfig(path="game.py:Game")), tmp_path / "config.yaml")
-    with pytest.raises(SystemExit) as stopped:
-        replay_main(f"{tmp_path} --step 1 --index 0 --branch.token 3".split())
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith("error: a branch continues a completion of one turn, the run has an env")
-
-
 def test_a_branch_from_the_prompt_is_refused_before_a_rank_starts(
     ppo_run: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
@@ -144,6 +131,16 @@ def test_a_branch_from_the_prompt_is_refused_before_a_rank_starts(
     for token in (first - 1, end):
         said = cli.refused(f"replay {ppo_run} --step 5 --index 1 --branch.token {token}")
         assert f"branch.token must be in the completion, {first}..{end - 1}, got {token}" in said
+
+
+def test_a_branch_of_a_run_with_an_environment_is_refused_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
+) -> None:
+    monkeypatch.setattr(replay_command, "tee", lambda *_: pytest.fail("a rank started"))
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "index": 0}\n')
+    save_config(RLConfig(environment=EnvironmentConfig(path="game.py:Game")), tmp_path / "config.yaml")
+    said = cli.refused(f"replay {tmp_path} --step 1 --index 0 --branch.token 3")
+    assert "a branch continues a completion of one turn, the run has an env" in said
 
 
 def test_branches_begin_with_the_samples_tokens(ppo_run: Path, tmp_path: Path) -> None:
@@ -160,26 +157,15 @@ def test_branches_begin_with_the_samples_tokens(ppo_run: Path, tmp_path: Path) -
         assert ids[:2] == tokenizer("ab")["input_ids"] and each["text"].startswith("ab")
         assert len(kept) + len(ids) <= 5 and each["stopped"] == (ids[-1] == 2)
         whole = tokenizer.decode([*kept, *ids], skip_special_tokens=True)
-        (score,) = each["components"].values()
-        assert score == each["score"] == pytest.approx(brevity([], [whole])[0], abs=1e-4)
-    for number, (token, text, rule) in enumerate(
-        [
-            (
-                record.prompt_length - 1,
-                "a",
-                f"must be in the completion, {record.prompt_length}..{len(record.ids) - 1}",
-            ),
-            (
-                place,
-                "abc",
-                "a completion has at most 5 tokens (rollout.sampling.max_new_tokens), the branch",
-            ),
-        ]
+        assert [*each["components"].values(), each["score"]] == pytest.approx(brevity([], [whole]) * 2, abs=1e-4)
+    first, last = record.prompt_length, len(record.ids) - 1
+    for token, text, rule in (
+        (first - 1, "a", f"must be in the completion, {first}..{last}"),
+        (place, "abc", "a completion has at most 5 tokens (rollout.sampling.max_new_tokens), the branch"),
     ):
         with pytest.raises(Exception, match="exit code 2"):
-            asked = [*f"--index 1 --branch.token {token} --branch.text".split(), text]
-            replay(ppo_run, 5, tmp_path / str(number), *asked)
-        assert rule in json.loads((tmp_path / str(number) / "result.json").read_text())["error"]
+            replay(ppo_run, 5, tmp_path / text, "--index", "1", "--branch.token", str(token), "--branch.text", text)
+        assert rule in json.loads((tmp_path / text / "result.json").read_text())["error"]
 
 
 def test_an_edited_completion_is_scored_as_the_run_would(ppo_run: Path, tmp_path: Path) -> None:

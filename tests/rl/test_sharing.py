@@ -42,9 +42,10 @@ def episode(prompt: int, sample: int) -> Episode:
 
 def batch_of(prompts: list[int]) -> Batch:
     """The rows of some prompts, with what is computed for them."""
-    rollout = Rollout.of([episode(prompt, sample) for prompt in prompts for sample in range(SAMPLES)])
-    groups = torch.tensor(prompts, dtype=torch.long).repeat_interleave(SAMPLES)
-    rollout = replace(rollout, groups=groups, components={"a/b": groups / 3}, scores=groups / 7)
+    places = [prompt for prompt in prompts for _ in range(SAMPLES)]
+    rollout = Rollout.of([episode(prompt, sample) for prompt in prompts for sample in range(SAMPLES)], places)
+    groups = rollout.groups
+    rollout = replace(rollout, components={"a/b": groups / 3}, scores=groups / 7)
     values = rollout.sampled_logprobs - rollout.drawn_logprobs
     return Batch(rollout, values, values * 2, clipped=groups > 2, selected=values > 0)
 
@@ -60,73 +61,63 @@ def travelled(world: World, slice_bytes: int) -> dict[str, Any]:
     batch = held_batch(world)
     index = batch.rollout.numbered(world)
     wanted = [[9, 0, 3], [4], []][world.rank]
-    rows = index.fetch(batch, [wanted])
-    read = rows.on_host([*wanted, None])
-    lengths = index.lengths
-    computed = {number: -torch.arange(float(lengths[number])) - number for number in wanted}
-    micro = torch.zeros(len(wanted) + 1, int(lengths.max()))
-    for place, number in enumerate(wanted):
-        micro[place, : lengths[number]] = computed[number]
-    values = row_values([*wanted, None], micro, lengths)
-    width = batch.rollout.input_ids.shape[1]
-    returned = index.collect({"x": values, "y": {}}, width=width)
-    mask, advantages = batch.rollout.response_mask, batch.advantages
+    read = index.fetch(batch, [wanted])([*wanted, None])
+    lengths, mask = index.lengths, batch.rollout.response_mask
+    micro = -torch.arange(float(lengths.max())) - torch.tensor([*wanted, 0])[:, None]
+    computed = {"x": row_values([([*wanted, None], micro)], lengths), "y": {}}
+    returned = index.collect(computed, width=mask.shape[1])
     return {
         "numbers": wanted,
-        "lengths": lengths,
-        "scores": index.gather(batch.rollout.scores),  # type: ignore[arg-type]
-        "clipped": index.gather(batch.clipped),  # type: ignore[arg-type]
-        "pairs": index.gather(torch.stack([batch.rollout.groups] * 2, dim=1)),  # type: ignore[list-item]
+        "gathered": [index.gather(tensor) for tensor in gathered(batch)],
         "read": read.tensors(),
         "returned": [index.bring([row.tolist() for row in returned[name]], everywhere=True) for name in ("x", "y")],
         "first": index.bring(index.mine),
-        "whitened": index.bring(masked_whiten(advantages, mask=mask, total=world.total).tolist(), everywhere=True),
-        "variance": masked_var(advantages, mask=mask, total=world.total),
+        "variance": masked_var(batch.advantages, mask=mask, total=world.total),
     }
+
+
+def gathered(batch: Batch) -> list[Any]:
+    """Columns of several types and shapes."""
+    groups = batch.rollout.groups
+    return [batch.lengths, batch.rollout.scores, batch.clipped, torch.stack([groups, groups], dim=1)]
 
 
 @pytest.mark.parametrize("slice_bytes", [2**27, 300])
 def test_rows_travel_as_they_are(slice_bytes: int, tmp_path: Path) -> None:
     """300 bytes: a part of one row at a time."""
     whole = batch_of([*range(PROMPTS)])
-    mask = whole.rollout.response_mask
-    whitened = masked_whiten(whole.advantages, mask=mask)
-    found = run_ranks(travelled, 3, tmp_path, slice_bytes)
-    for rank, of_rank in enumerate(found):
-        assert torch.equal(of_rank["lengths"], whole.lengths)
-        assert torch.equal(of_rank["scores"], whole.rollout.scores) and torch.equal(of_rank["clipped"], whole.clipped)
-        assert torch.equal(of_rank["pairs"], torch.stack([whole.rollout.groups] * 2, dim=1))  # type: ignore[list-item]
-        expected = whole.rows([*of_rank["numbers"], None]).tensors()
-        assert expected.keys() == of_rank["read"].keys()
+    variance = masked_var(whole.advantages, mask=whole.rollout.response_mask)
+    for rank, found in enumerate(run_ranks(travelled, 3, tmp_path, slice_bytes)):
+        assert all(map(torch.equal, found["gathered"], gathered(whole)))
+        expected = whole.rows([*found["numbers"], None]).tensors()
+        assert expected.keys() == found["read"].keys()
         for name, tensor in expected.items():
-            same = slice(None) if name.endswith("experts") else slice(len(of_rank["numbers"]))
-            assert tensor.dtype == of_rank["read"][name].dtype
-            assert torch.equal(tensor[same], of_rank["read"][name][same]), name
-        x, y = of_rank["returned"]
+            same = slice(None) if name.endswith("experts") else slice(len(found["numbers"]))
+            assert tensor.dtype == found["read"][name].dtype
+            assert torch.equal(tensor[same], found["read"][name][same]), name
+        x, y = found["returned"]
         for number, row in enumerate(x):
             length = int(whole.lengths[number]) if number in (9, 0, 3, 4) else 0
             assert row[:length] == [-float(place) - number for place in range(length)] and not any(row[length:])
         assert not any(value for row in y for value in row)
-        assert of_rank["first"] == ([*range(len(whole))] if rank == 0 else [])
-        for row, length, values in zip(whitened, whole.lengths.tolist(), of_rank["whitened"], strict=True):
-            torch.testing.assert_close(torch.tensor(values)[:length], row[:length], atol=1e-6, rtol=0)
-        torch.testing.assert_close(of_rank["variance"], masked_var(whole.advantages, mask=mask), atol=1e-6, rtol=1e-6)
+        assert found["first"] == ([*range(len(whole))] if rank == 0 else [])
+        torch.testing.assert_close(found["variance"], variance, atol=1e-6, rtol=1e-6)
 
 
 def test_whitening_over_ranks_is_exact_in_float64() -> None:
     """Integers, whose sums are exact in any order."""
     values, mask = torch.randint(-9, 9, (6, 5)).double(), torch.rand(6, 5) > 0.3
-    partials = iter([])
+    totals: list[Tensor] = []
 
-    def total(partial: Tensor) -> Tensor:
-        return next(partials)
+    def observed(partial: Tensor) -> Tensor:
+        totals.append(partial)
+        return partial
 
-    whole: list[Tensor] = []
-    expected = masked_whiten(values, mask=mask, total=lambda partial: whole.append(partial) or partial)  # type: ignore[func-returns-value]
-    partials = iter(whole)
-    parts = [masked_whiten(values[:2], mask=mask[:2], total=total)]
-    partials = iter(whole)
-    parts.append(masked_whiten(values[2:], mask=mask[2:], total=total))
+    expected = masked_whiten(values, mask=mask, total=observed)
+    parts = []
+    for rows in (slice(2), slice(2, 6)):
+        left = iter(totals)
+        parts.append(masked_whiten(values[rows], mask=mask[rows], total=lambda _, left=left: next(left)))  # type: ignore[misc]
     assert torch.equal(torch.cat(parts), expected)
 
 
@@ -140,7 +131,7 @@ def restored(world: World, shards: list[dict[str, Tensor]]) -> list[dict[str, Te
     assert batch is not None
     index = batch.rollout.numbered(world)
     rows = range(len(index))
-    return [index.fetch(batch, [rows]).on_host(rows).tensors(), batch.tensors()]
+    return [index.fetch(batch, [rows])(rows).tensors(), batch.tensors()]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
 from hybrid_rlhf.rl.rewards.verifiers.code import Test as CodeTest
 from hybrid_rlhf.rl.rewards.verifiers.code import read_program, read_tests
 from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
-from hybrid_rlhf.rl.rewards.verifiers.mathematics import MathVerifier
 from hybrid_rlhf.rl.rewards.verifiers.verdicts import BadRow, Verdict
-from hybrid_rlhf.runtime.command_line import parse_config, save_config
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.sandbox.process import SandboxResult
 from hybrid_rlhf.runtime.world import World
 from tests.support.errors import user_error
@@ -115,23 +113,13 @@ def test_a_program_that_ends_early_does_not_pass(code: VerifierReward, program: 
     assert verdict == Verdict(0.0, "wrong", "test 1 of 2: it ended before its test")
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import os\nos.unlink('test.py'); open('test.py', 'w').close()",
-        "import builtins\nbuiltins.exec = lambda *_: None",
-        "import builtins\nreal = compile\nbuiltins.compile = lambda text, *rest: real('', *rest)",
-        "import os, sys\nfor x in sys._getframe(1).f_locals.values(): os.write(1, str(x).encode())\nos._exit(0)",
-        "import os\nos.write(1, open('/proc/self/environ', 'rb').read() + open('program', 'rb').read()); os._exit(0)",
-        "import sys\nsys.excepthook = lambda *_: None",
-    ],
-)
-def test_a_program_without_the_function_does_not_pass(code: VerifierReward, program: str) -> None:
-    """The tests are read before the program runs, and the word after they have passed."""
-    assert code.score(texts_of([fenced(program)], tests=[ASSERTIONS])).values == [0.0]
-
-
 FORGERIES = [
+    "import os\nos.unlink('test.py'); open('test.py', 'w').close()",
+    "import builtins\nbuiltins.exec = lambda *_: None",
+    "import builtins\nreal = compile\nbuiltins.compile = lambda text, *rest: real('', *rest)",
+    "import os, sys\nfor x in sys._getframe(1).f_locals.values(): os.write(1, str(x).encode())\nos._exit(0)",
+    "import os\nos.write(1, open('/proc/self/environ', 'rb').read() + open('program', 'rb').read()); os._exit(0)",
+    "import sys\nsys.excepthook = lambda *_: None",
     "import os\nos.rename('program', 'test.py'); open('program', 'w').close()",
     "import re\nvalue = int(re.search('== (.*)', open('test.py').read())[1])\ndef add(a, b): return value",
     "import builtins, io\nbuiltins.open = lambda *_, **__: io.StringIO('')\ndef add(a, b): return 0",
@@ -151,7 +139,8 @@ FORGERIES = [
 
 
 def test_forgeries_score_nothing(code: VerifierReward) -> None:
-    """Each replaces or leaves what judges it; the second once read the expected value in the file of the test."""
+    """Each replaces or leaves what judges it; one once read the expected value in the file of the test. The tests are
+    read before the program runs, and the word after they have passed."""
     scores = code.score(texts_of([fenced(program) for program in FORGERIES], tests=[ASSERTIONS] * len(FORGERIES)))
     assert scores.values == [0.0] * len(FORGERIES), [FORGERIES[i] for i, value in enumerate(scores.values) if value]
 
@@ -186,38 +175,28 @@ def test_rows_without_tests_have_no_score_and_invalid_ones_fail(code: VerifierRe
     assert read_tests(["assert 1"]) == [CodeTest("assert 1")]
     assert read_tests([{"input": 1, "output": [2, 3]}]) == [CodeTest(None, "1", "2\n3")]
     invalid: list[Any] = [
-        [],
-        3,
-        [1],
-        [{"input": "1"}],
-        {"inputs": ["1"]},
-        {"inputs": None, "outputs": None},
+        *([], 3, [1], [{"input": "1"}], {"inputs": ["1"]}, {"inputs": None, "outputs": None}),
         {"inputs": ["1", "2"], "outputs": ["1"]},
         {"inputs": [[1]], "outputs": [2], "fn_name": "f"},
     ]
     for value in invalid:
         with pytest.raises(BadRow, match="tests are a text or a list of texts"):
             read_tests(value)
-    scores = code.score(texts_of(["no code", "no code", fenced(ADD)], tests=[None, 3, PAIRS]))
-    assert scores.values == [None, None, 1.0] and list(scores.failures) == [1]
-    assert scores.failures[1].endswith("got 3")
+    scores = code.score(texts_of(["no code"] * 3 + [fenced(ADD)], tests=[None, 3, PAIRS, PAIRS]))
+    assert scores.values == [None, None, 0.0, 1.0] and scores.verdicts[2].outcome == "no_answer"
+    assert list(scores.failures) == [1] and scores.failures[1].endswith("got 3")
     assert code.score(texts_of(["no code"])).values == [None]
-    assert code.score(texts_of(["no code"], tests=[PAIRS])).verdicts[0].outcome == "no_answer"
 
 
 class Counted:
     """A sandbox that sleeps, and counts the programs that run at once."""
 
-    def __init__(self, config: SandboxConfig, *, seconds: float = 0.05) -> None:
+    def __init__(self, config: SandboxConfig, *, seconds: float = 0.0) -> None:
         self.lock = threading.Lock()
-        self.running = 0
-        self.most = 0
-        self.calls = 0
+        self.running = self.most = self.calls = 0
         self.seconds = seconds
 
-    def run(
-        self, program: str, *, stdin: str = "", files: Mapping[str, str] | None = None, timeout_seconds: Any = None
-    ) -> SandboxResult:
+    def run(self, program: str, **_: Any) -> SandboxResult:
         with self.lock:
             self.calls += 1
             self.running += 1
@@ -242,20 +221,15 @@ class Failing(Counted):
 class Runless:
     """No sandbox."""
 
-    def __init__(self, config: SandboxConfig) -> None:
+    def __init__(self, config: SandboxConfig, *, width: int) -> None:
         pass
 
 
 def test_the_pool_has_its_width_and_a_failed_test_ends_a_program() -> None:
-    name = f"{__name__}:Counted"
-    part = VerifierReward(
-        RewardComponentConfig(verifier="code", workers=8, sandbox=SandboxConfig(kind=name, options={"seconds": 0.02})),
-        device=CPU,
-    )
+    part = verifier("code", workers=8, sandbox={"kind": f"{__name__}:Counted", "options": {"seconds": 0.02}})
     sandbox: Any = part._verifier._sandbox  # type: ignore[attr-defined]
     tests = [{"input": "", "output": "1"}] * 3
-    completions = [fenced("right" if place % 2 else "other") for place in range(64)]
-    scores = part.score(texts_of(completions, tests=[tests] * 64))
+    scores = part.score(texts_of([fenced("other"), fenced("right")] * 32, tests=[tests] * 64))
     assert scores.values == [0.0, 1.0] * 32
     assert sandbox.most == 8 and sandbox.calls == 32 * 1 + 32 * 3
 
@@ -273,19 +247,19 @@ def test_an_error_of_the_sandbox_is_a_failure_of_its_completions() -> None:
 
 
 def test_a_class_of_the_user_is_a_sandbox() -> None:
-    assert isinstance(build_sandbox(SandboxConfig(kind=f"{__name__}:Counted", options={"seconds": 0.0})), Counted)
-    with user_error(r"takes the config and sandbox.options \{'width': 1\}, it fails"):
-        build_sandbox(SandboxConfig(kind=f"{__name__}:Counted", options={"width": 1}))
-    with user_error("a sandbox must have run"):
-        build_sandbox(SandboxConfig(kind=f"{__name__}:Runless"))
+    for name, rule in (
+        ("Counted", r"takes the config and sandbox.options \{'width': 1\}, it fails"),
+        ("Runless", "a sandbox must have run"),
+    ):
+        with user_error(rule):
+            build_sandbox(SandboxConfig(kind=f"{__name__}:{name}", options={"width": 1}))
 
 
 def on_two_ranks(world: World) -> dict[str, float]:
     """Rank 0 has rows 0, 2 and 3, rank 1 has rows 1 and 4; rank 1 alone has a program that is right, and a row without
     tests."""
     micro: list[list[int | None]] = [[0, 2], [3]] if world.rank == 0 else [[1, 4], [None]]
-    settings = SandboxConfig(kind=f"{__name__}:Counted", options={"seconds": 0.0})
-    part = VerifierReward(RewardComponentConfig(verifier="code", sandbox=settings), device=CPU)
+    part = verifier("code", sandbox={"kind": f"{__name__}:Counted"})
     completions = [fenced("wrong"), fenced("right"), "none", fenced("wrong"), "none"]
     tests: list[Any] = [[{"input": "", "output": "1"}]] * 4 + [None]
     texts = CompletionTexts(COMPLETIONS.prompts, completions, {"tests": tests})
@@ -297,16 +271,6 @@ def test_reasons_are_counted_over_all_ranks(tmp_path: Path) -> None:
     assert first == second
     shares = {name.rpartition("/")[2]: value for name, value in first.items() if not name.endswith("std")}
     assert shares == pytest.approx({"mean": 0.25, "wrong": 0.5, "no_answer": 0.25, "error": 0.0, "timeout": 0.0})
-
-
-def test_settings_of_the_sandbox_are_in_the_item(tmp_path: Path) -> None:
-    """An item of a list has a section of its own, whose unknown keys would have been ignored."""
-    words = ["--algorithm", "grpo", "--model.path", "m", "--data.sources", "x.jsonl", "--reward.components"]
-    config = parse_config(RLConfig, [*words, "[{verifier: code, sandbox: {memory_gib: 2, command: [python3, -s]}}]"])
-    (component,) = config.reward.named
-    assert component.sandbox == SandboxConfig(memory_gib=2.0, command=("python3", "-s")) and component.label == "code"
-    save_config(config, tmp_path / "config.yaml")
-    assert parse_config(RLConfig, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
 def test_columns_and_libraries_are_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,15 +305,10 @@ def mathematics() -> VerifierReward:
 
 def test_answers_are_compared_as_values(mathematics: VerifierReward) -> None:
     columns, completions, outcomes = zip(*MATH, strict=True)
-    scores = mathematics.score(texts_of(list(completions), answer=list(columns)))
-    assert [scores.verdicts[place].outcome for place in range(len(MATH))] == list(outcomes)
-    assert scores.values == [float(outcome == "right") for outcome in outcomes]
-
-
-def test_an_answer_of_the_data_that_is_no_value_fails(mathematics: VerifierReward) -> None:
-    scores = mathematics.score(texts_of(["\\boxed{1}", "1", "\\boxed{2}"], answer=["", None, "2"]))
-    assert scores.values == [None, None, 1.0]
-    assert scores.failures == {0: "the expected answer is no mathematical value, got ''"}
+    scores = mathematics.score(texts_of([*completions, "1", "1"], answer=[*columns, None, ""]))
+    assert [verdict.outcome for verdict in scores.verdicts.values()] == list(outcomes)
+    assert scores.values == [*(float(outcome == "right") for outcome in outcomes), None, None]
+    assert scores.failures == {len(MATH) + 1: "the expected answer is no mathematical value, got ''"}
 
 
 def test_an_answer_that_hangs_costs_only_itself(mathematics: VerifierReward, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,6 +328,5 @@ def test_an_answer_that_hangs_costs_only_itself(mathematics: VerifierReward, mon
 
 
 def test_a_sandbox_without_the_library_is_a_failure_not_a_wrong_answer() -> None:
-    judge = MathVerifier(build_sandbox(SandboxConfig(command=("sh",))), timeout_seconds=1.0, workers=1, is_local=False)
-    (judgement,) = judge(["1"], ["1"], lambda function, items: list(map(function, items)))
-    assert isinstance(judgement, BadRow) and "math-verify does not run in the sandbox: exit status" in str(judgement)
+    scores = verifier("math", sandbox={"command": ("sh",)}).score(texts_of(["1"], answer=["1"]))
+    assert scores.failures[0].startswith("math-verify does not run in the sandbox: exit status")

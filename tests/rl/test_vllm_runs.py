@@ -34,32 +34,20 @@ def test_ppo_learns_from_the_samples_of_two_servers(model_folder: Path, pair_row
     assert first["time/weight_sync_seconds"] >= 0 and last["time/weight_check_seconds"] > 0
 
 
-def run_on_two_ranks(folder: Path, model: Path, rows: Path, settings: str, *servers: FakeVLLM) -> None:
-    """Four steps of groups of two."""
-    line = f"--model.path {model} --data.sources {rows} --output_dir {folder} --rollout.sampling.n 2 {settings}"
-    line += " --rollout.prompts_per_step 4 --train.max_steps 4"
-    reward = "[{function: 'tests/support/steps.py:brevity'}]"
-    run_main(MODULES["ppo"], 2, [*line.split(), "--reward.components", reward, *urls_of(*servers)])
-
-
 @pytest.mark.slow
-def test_grpo_samples_while_it_trains_on_sharded_weights(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
-    with fake_vllm(model_folder) as fake:
-        settings = "--algorithm grpo --actor.zero.stage 3 --rollout.max_lag 1"
-        settings += " --rollout.sampling.max_new_tokens 5"
-        run_on_two_ranks(tmp_path / "run", model_folder, pair_rows, settings, fake)
-    last = read_metrics(tmp_path / "run")[-1]
-    assert last["rollout/stale_updates"] > 0 and last["step"] == 4
-
-
-@pytest.mark.slow
-def test_a_run_streams_from_servers(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
+def test_a_run_streams_from_servers_while_it_trains_on_sharded_weights(
+    model_folder: Path, pair_rows: Path, tmp_path: Path
+) -> None:
     """Completions that a weight sync interrupts go on; servers are left as they were found."""
+    run = tmp_path / "run"
+    line = f"--model.path {model_folder} --data.sources {pair_rows} --output_dir {run} --rollout.sampling.n 2 "
+    line += "--rollout.prompts_per_step 4 --train.max_steps 4 --algorithm rloo --actor.zero.stage 3 "
+    line += "--rollout.sampling.max_new_tokens 12 --rollout.max_lag 2 --reward.components"
+    reward = "[{function: 'tests/support/steps.py:brevity'}]"
     with fake_vllm(model_folder, token_seconds=0.01) as one, fake_vllm(model_folder, token_seconds=0.12) as other:
-        settings = "--algorithm rloo --rollout.sampling.max_new_tokens 12 --rollout.max_lag 2"
-        run_on_two_ranks(tmp_path / "run", model_folder, pair_rows, settings, one, other)
+        run_main(MODULES["ppo"], 2, [*line.split(), reward, *urls_of(one, other)])
         assert not one.paused and not other.paused
-    rows = [row for row in read_metrics(tmp_path / "run") if "rollout/updates" in row]
+    rows = [row for row in read_metrics(run) if "rollout/updates" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert 0 < max(row["rollout/stale_updates_max"] for row in rows) <= 2
     assert max(row["rollout/carried_ratio"] for row in rows) > 0

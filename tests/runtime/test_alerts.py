@@ -19,7 +19,7 @@ from hybrid_rlhf.configs.sections.run import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.observability import alerts as alerts_module
-from hybrid_rlhf.runtime.observability.alerts import Alerts, Ending
+from hybrid_rlhf.runtime.observability.alerts import Alerts
 from hybrid_rlhf.runtime.run import start_run
 from tests.support.errors import user_error
 from tests.support.runs import run_python, sft_config
@@ -183,12 +183,3 @@ def test_a_variable_that_is_not_set_is_named_before_anything_is_loaded(
     monkeypatch.delenv("HOOK", raising=False)
     with user_error("HOOK is not set: export HOOK=..."), start_run(with_webhook(tmp_path / "run")):
         pass
-
-
-def test_an_ending_names_the_place_of_an_error() -> None:
-    try:
-        raise ZeroDivisionError("x\ny")
-    except ZeroDivisionError as error:
-        ending = Ending.of(error)
-    assert ending.end_state == "failed" and ending.text == "ZeroDivisionError: x y"
-    assert ending.place.startswith(__file__) and ending.place.endswith("test_an_ending_names_the_place_of_an_error")

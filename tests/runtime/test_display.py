@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
 from pathlib import Path
 
@@ -55,25 +54,20 @@ def test_a_terminal_of_80_columns_shows_every_figure() -> None:
     assert len(bar) <= 80
 
 
-def test_lines_of_the_log_begin_with_the_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_lines_of_the_log_begin_with_the_time_but_not_on_a_terminal(
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Batch systems and log files have no other clock."""
+    console = io.StringIO()
+    monkeypatch.setattr(console, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr("sys.stdout", console)
     setup_logging(solo_world(torch.device("cpu")), file=tmp_path / "log.txt")
     logger.info("a line")
-    for text in ((tmp_path / "log.txt").read_text(), capsys.readouterr().out):
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d a line\n", text)
-
-
-def test_lines_on_a_terminal_have_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stdout", terminal)
-    setup_logging(solo_world(torch.device("cpu")))
-    logger.info("a line")
-    assert terminal.getvalue() == "a line\n"
-    logging.getLogger("hybrid_rlhf").handlers.clear()
+    logger.handlers.clear()
+    texts = [(tmp_path / "log.txt").read_text()] + [console.getvalue()] * (not is_terminal)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d a line\n", text) for text in texts)
+    assert not is_terminal or console.getvalue() == "a line\n"
 
 
 @pytest.mark.parametrize(

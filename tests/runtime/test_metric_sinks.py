@@ -168,15 +168,6 @@ def test_a_missing_package_is_refused_before_anything_is_loaded(
         pass
 
 
-def test_sinks_are_named_once() -> None:
-    assert parse_config(SFTConfig, ["--logging.sinks", "csv"]).logging.sinks == ["csv"]
-    assert parse_config(SFTConfig, ["--logging.sinks", "[]"]).logging.sinks == []
-    assert parse_config(SFTConfig, []).logging.sinks == ["tensorboard"]
-    for words, text in (("[csv, csv]", "logging.sinks must differ"), ("neptune", "logging.sinks")):
-        with user_error(text):
-            parse_config(SFTConfig, ["--logging.sinks", words])
-
-
 class SlowSink(MetricsSink):
     """Waits for a server that does not answer."""
 

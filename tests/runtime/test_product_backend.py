@@ -96,23 +96,18 @@ def test_a_choice_can_be_forced_and_a_deterministic_run_measures_nothing(
         chosen(places)
 
 
-@pytest.mark.parametrize("broken", ["{", "[]", json.dumps({"x": 1}), "\xff"])
+@pytest.mark.parametrize("broken", ["{", "[]", json.dumps({"x": 1}), None], ids=str)
 def test_a_broken_cache_is_measured_again(
-    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, broken: str
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, broken: str | None
 ) -> None:
     measured_as(monkeypatch, "torch")
-    places[1].mkdir()
-    (places[1] / RECORD).write_text(broken, encoding="latin-1")
+    if broken is None:
+        places[1].write_text("a file where the folder should be")
+    else:
+        places[1].mkdir()
+        (places[1] / RECORD).write_text(broken)
     assert chosen(places) == "torch"
-    assert json.loads((places[1] / RECORD).read_text())[machine_key()] == "torch"
-
-
-def test_a_cache_that_cannot_be_written_stops_nothing(
-    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured_as(monkeypatch, "torch")
-    places[1].write_text("a file where the folder should be")
-    assert chosen(places) == "torch"
+    assert broken is None or json.loads((places[1] / RECORD).read_text())[machine_key()] == "torch"
 
 
 def test_the_measurement_times_both_and_leaves_everything_as_it_was() -> None:

@@ -25,17 +25,13 @@ from hybrid_rlhf.runtime.files.durable import checksum
 from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, LOG_FILE
 from hybrid_rlhf.runtime.liveness.signals import SignalRequests, forward_signals
-from hybrid_rlhf.runtime.observability.metrics import MetricsWriter, read_metrics
-from hybrid_rlhf.runtime.observability.samples import SampleLog
-from hybrid_rlhf.runtime.observability.timers import Timers, peak_memory_gib
 from hybrid_rlhf.runtime.run import DATA_FILE, _require_shared, start_run
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.clock import wait_until
 from tests.support.errors import refused, user_error
-from tests.support.messages import user
 from tests.support.ranks import run_apart, run_ranks
 from tests.support.runs import sft_config
-from tests.support.steps import checkpoint_names, read_rows
+from tests.support.steps import checkpoint_names
 
 
 def claim(folder: Path, resume: str = "never") -> Path | None:
@@ -60,10 +56,9 @@ def test_a_folder_is_never_overwritten_silently(tmp_path: Path) -> None:
     with user_error("output_dir .* unfinished run: set resume to auto"):
         claim(used)
     assert claim(used, "auto") is None
-    (used / "finished.json").write_text("{}")
-    for resume in ("never", "auto"):  # the settings differ
-        with user_error("output_dir .* finished run"):
-            claim(used, resume)
+    (tmp_path / "file").write_text("")
+    with user_error("output_dir must be a writable folder"):
+        claim(tmp_path / "file" / "x")
 
 
 def finished(folder: Path) -> SFTConfig:
@@ -163,28 +158,18 @@ def test_a_broken_checkpoint_is_skipped_with_the_reason(reason: str, tmp_path: P
         with user_error(f"needs a complete checkpoint.*{re.escape(reason)}"):
             claim(tmp_path, str(newer))
     assert claim(tmp_path, "auto") == older
-
-
-def test_a_run_without_a_complete_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
-    (checkpoint(tmp_path, "step_1") / "rows").unlink()
-    assert claim(tmp_path, "auto") is None and checkpoint_names(tmp_path) == ["step_1.superseded_1"]
-    assert "has no complete checkpoint: the run starts from the beginning" in (tmp_path / "log.txt").read_text()
-
-
-def test_a_model_folder_is_a_warm_start(tmp_path: Path) -> None:
-    (tmp_path / "old" / "actor").mkdir(parents=True)
-    (tmp_path / "old" / "actor" / "config.json").write_text("{}")
-    with start_run(sft_config(tmp_path / "new", str(tmp_path / "old"))) as run:
-        assert run.warm_start == tmp_path / "old" and run.checkpoint is None
+    (older / "rows").unlink()
+    (tmp_path / "metrics.jsonl").touch()
+    assert claim(tmp_path, "auto") is None
+    assert "has no complete checkpoint: the run starts from the beginning" in (tmp_path / LOG_FILE).read_text()
 
 
 def test_a_run_resumes_from_its_initial_checkpoint_until_it_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, folder, model = checkpoint(tmp_path / "a", "step_4"), tmp_path / "b", tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+    (model / "actor").mkdir(parents=True)
+    (model / "actor" / "config.json").write_text("{}")
     write_manifest(first, {"files": {}, "figures": {}, "config": {"resume": str(model)}})
     for resume in (str(first), "auto", "auto"):
         with start_run(sft_config(folder, resume)) as run:
@@ -243,6 +228,14 @@ def fails_alone(world: World, folder: str) -> set[str]:
         world.barrier()
         raise error("an error")
     return {path.name for path in Path(folder).iterdir()}
+
+
+def test_a_resume_of_an_empty_folder_says_that_it_starts(tmp_path: Path) -> None:
+    """A misspelt output_dir started again without a word."""
+    for resume, said in (("never", False), ("auto", True)):
+        with start_run(sft_config(tmp_path / resume, resume)):
+            log = (tmp_path / resume / LOG_FILE).read_text()
+        assert ("has no complete checkpoint: the run starts from the beginning" in log) == said
 
 
 def test_an_error_of_one_rank_in_the_first_step_restores_the_config(tmp_path: Path) -> None:
@@ -356,49 +349,6 @@ with SignalRequests().catch():
             assert process.stderr.read() == said
         finally:
             process.kill()
-
-
-def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with user_error("output_dir must be a writable folder"):
-        claim(tmp_path / "file" / "x")
-
-
-def test_metrics_are_lines_and_resuming_drops_later_ones(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, sinks=["tensorboard"])
-    for step in range(4):
-        writer.write(step, {"sft/loss": 1.0 / (step + 1)})
-    writer.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "cut o')
-    assert list((tmp_path / "tensorboard").iterdir())
-    writer = MetricsWriter(tmp_path, resumed_step=2, start_seconds=100.0)
-    writer.write(3, {"sft/loss": 9.0})
-    writer.close()
-    lines = read_rows(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    assert lines[-1]["sft/loss"] == 9.0 and lines[-1]["time_seconds"] >= 100
-    assert read_metrics(tmp_path) == lines
-
-
-def test_the_main_rank_appends_samples(tmp_path: Path) -> None:
-    row = {"prompt": [user("q")], "completion": "é", "score": 1.0, "kl": 0.5}
-    for enabled in (True, False):
-        log = SampleLog(tmp_path, enabled=enabled)
-        for step in (1, 3):
-            log.write(step, [row])
-    lines = read_rows(tmp_path / "samples.jsonl")
-    assert lines == [{"step": 1, **row}, {"step": 3, **row}]
-
-
-def test_timers_accumulate_and_reset() -> None:
-    timers = Timers(torch.device("cpu"))
-    for _ in range(2):
-        with timers("a"):
-            sum(range(1000))
-    taken = timers.take()
-    assert set(taken) == {"a"} and taken["a"] > 0 and timers.take() == {}
-    assert 0.01 < peak_memory_gib(torch.device("cpu")) < 64
 
 
 def test_a_run_that_another_single_rank_starts_has_a_group_of_its_own(

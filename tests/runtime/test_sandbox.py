@@ -83,14 +83,11 @@ def test_endless_loops_and_sleepers_end_in_time(sandbox: LocalSandbox) -> None:
     assert time.monotonic() - begin < 8
 
 
-def test_processor_time_is_limited_too(sandbox: LocalSandbox) -> None:
-    """Threads use more of it than passes."""
+def test_memory_and_processor_time_are_limited(sandbox: LocalSandbox) -> None:
+    """Threads use more time than passes. Several processes have several times the limit of memory: where that exhausts
+    the host, they end before the run."""
     limit = sandbox.run("import resource; print(resource.getrlimit(resource.RLIMIT_CPU))")
     assert limit.stdout == "(8, 9)\n"
-
-
-def test_a_memory_bomb_is_told(sandbox: LocalSandbox) -> None:
-    """Several processes have several times the limit: where that exhausts the host, they end before the run."""
     result = sandbox.run("x = bytearray(2 ** 29)")
     assert result.memory_exceeded and result.failure == "it needed more memory than its limit"
     assert sandbox.run("print(open('/proc/self/oom_score_adj').read())").stdout.strip() == "1000"
@@ -275,7 +272,7 @@ def test_a_program_dies_with_the_run(tmp_path: Path) -> None:
 def test_the_strongest_isolation_is_chosen_and_what_is_absent_is_told_once(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    monkeypatch.setattr(local, "_warn_once", local._warn_once.__wrapped__)  # of this test, whatever ran before
+    monkeypatch.setattr(local, "warn_once", local.warn_once.__wrapped__)  # of this test, whatever ran before
     monkeypatch.setattr(local, "_ENTER", "echo denied >&2; exit 1")  # as in a container without privileges
     monkeypatch.setattr(local.shutil, "which", lambda name: None if name == "bwrap" else shutil_which(name))
     settings = SMALL | {"command": (PYTHON, "-s"), "limits_alone": os.geteuid() != 0}

@@ -20,7 +20,8 @@ from starlette.exceptions import HTTPException
 from hybrid_rlhf.cli.saved_models.loading import load_engine
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.serving.admission import Activity, KeyAdmission
-from hybrid_rlhf.serving.app import Access, build_app
+from hybrid_rlhf.serving.app import Access
+from hybrid_rlhf.serving.bodies import RewardBody, read_body
 from hybrid_rlhf.serving.episodes import EpisodeQueue
 from hybrid_rlhf.serving.metrics import Metrics
 from hybrid_rlhf.serving.service import Service, UnknownEpisode
@@ -29,11 +30,9 @@ from hybrid_rlhf.serving.web import (
     AccessRules,
     FiniteJSON,
     add_error_answers,
-    json_text,
-    served_in_background,
 )
 from tests.support.errors import user_error
-from tests.support.services import JSON, open_service, post
+from tests.support.services import JSON, open_service, served_service
 
 PAGE = "https://app.example"
 COMPLETE = "/v1/completions"
@@ -42,13 +41,10 @@ COMPLETE = "/v1/completions"
 @pytest.mark.parametrize(
     ("host", "is_own"),
     [
-        *((name, True) for name in ("127.0.0.1", "localhost:99", "LOCALHOST", "[::1]", "[::1]:7", "192.168.1.5:80")),
-        (socket.gethostname(), True),
-        ("my.name:8000", True),
-        *((name, False) for name in ("", "evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80")),
-        *((name, False) for name in ("[::1]evil.com", "[::1]evil.com:80", "[evil.com]", "[localhost]", "[127.0.0.1]")),
-        *((name, False) for name in ("127.0.0.1:80:evil", "127.0.0.1@evil.example", "evil.example:127.0.0.1", "[::1")),
-        *((name, False) for name in ("::1", "localhost:", "localhost:1234567", "[]", ":80", "localhost evil")),
+        *((name, True) for name in ("127.0.0.1", "LOCALHOST:99", "[::1]:7", socket.gethostname(), "my.name:8000")),
+        *((name, False) for name in ("", "127.0.0.1.evil.example", "localhost.evil.example:80", "[::1]evil.com:80")),
+        *((name, False) for name in ("[evil.com]", "[localhost]", "[127.0.0.1]", "127.0.0.1:80:evil", "[]", "::1")),
+        *((name, False) for name in ("127.0.0.1@evil.example", "localhost:", "localhost:1234567", ":80", "[::1")),
     ],
 )
 def test_a_host_is_an_address_or_a_name_of_this_machine(host: str, is_own: bool) -> None:
@@ -65,11 +61,6 @@ def service(model_folder: Path) -> Iterator[Service]:
 
 
 BODY = b'{"model": "tiny", "prompt": "x", "max_tokens": 1}'
-
-
-def ask(app: FastAPI, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx2.Response:
-    with served_in_background(app) as url:
-        return httpx2.request(method, f"{url}{path}", headers=headers, content=body, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -90,80 +81,58 @@ def test_a_page_of_another_site_completes_nothing(
     service: Service, headers: dict[str, str], status: int, key: str | None
 ) -> None:
     """A page could end a server without a key by one request, which needs no preflight as text/plain. A key is proof
-    enough of the host, whatever name a proxy gives.
+    enough of the host, whatever name a proxy gives. Nor does a page take an episode.
     """
     status = 200 if key and "Host" in headers else status
-    with served_in_background(build_app(service, Access(api_key=key), created=0)) as url:
+    with served_service(service, Access(api_key=key), queue=EpisodeQueue()) as url:
         headers = {name: value.replace("OWN", url) for name, value in headers.items()}
         given = {**JSON, **headers, "Authorization": f"Bearer {key}"}
         answer = httpx2.post(f"{url}{COMPLETE}", headers=given, content=BODY, timeout=60)
         assert answer.status_code == status, answer.text
-        assert status == 200 or answer.json()["error"]["message"]
         assert "access-control-allow-origin" not in answer.headers
+        if status != 200:
+            assert answer.json()["error"]["message"]
+            assert httpx2.post(f"{url}/episodes", headers=given, content=b"{}").status_code == status
         if "Host" in headers:
             assert httpx2.get(f"{url}/metrics", headers=headers).status_code == status
 
 
 def test_an_allowed_page_asks_as_browsers_do(service: Service) -> None:
-    app = build_app(service, Access(api_key="a-key", origins=[PAGE]), created=0)
-    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-    preflight = ask(app, "OPTIONS", COMPLETE, {"Origin": PAGE, **wanted})
-    assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == PAGE
-    assert "authorization" in preflight.headers["access-control-allow-headers"]
-    headers = {"Origin": PAGE, **JSON}
-    for key, status in (("a-key", 200), ("wrong", 401)):
-        answer = ask(app, "POST", COMPLETE, {**headers, "Authorization": f"Bearer {key}"}, BODY)
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
-    without = build_app(service, Access(api_key="a-key"), created=0)
-    assert ask(without, "OPTIONS", COMPLETE, {"Origin": PAGE, **wanted}).status_code == 403
-    for origin in ("http://app.example", "https://app.example.evil.com", "null"):
-        refused = ask(app, "OPTIONS", COMPLETE, {"Origin": origin, **wanted})
-        assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
-        answer = ask(app, "POST", COMPLETE, {**headers, "Origin": origin, "Authorization": "Bearer a-key"}, BODY)
-        assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+    def preflight(url: str, origin: str) -> httpx2.Response:
+        return httpx2.options(f"{url}{COMPLETE}", headers={"Origin": origin, **asked}, timeout=60)
+
+    def complete(url: str, origin: str, key: str = "a-key") -> httpx2.Response:
+        headers = {"Origin": origin, "Authorization": f"Bearer {key}", **JSON}
+        return httpx2.post(f"{url}{COMPLETE}", headers=headers, content=BODY, timeout=60)
+
+    with served_service(service, Access(api_key="a-key", origins=[PAGE])) as url:
+        allowed = preflight(url, PAGE)
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == PAGE
+        assert "authorization" in allowed.headers["access-control-allow-headers"]
+        for key, status in (("a-key", 200), ("wrong", 401)):
+            answer = complete(url, PAGE, key)
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
+        for origin in ("http://app.example", "https://app.example.evil.com"):
+            for answer, status in ((preflight(url, origin), 400), (complete(url, origin), 403)):
+                assert answer.status_code == status and "access-control-allow-origin" not in answer.headers
+    with served_service(service, Access(api_key="a-key")) as url:
+        assert preflight(url, PAGE).status_code == 403
 
 
-@pytest.mark.parametrize("origin", ["*", "app.example", "https://app.example/", "https://*.example", "https://a b"])
+@pytest.mark.parametrize("origin", ["*", "https://app.example/", "https://a b"])
 def test_origins_are_written_out(origin: str) -> None:
     with user_error("cors_origins must be SCHEME://HOST or SCHEME://HOST:PORT each"):
         ServeConfig(path="x", cors_origins=[origin])
 
 
-class Playing:
-    """An endpoint at which one episode waits."""
-
-    def __init__(self, service: Service) -> None:
-        self.queue = EpisodeQueue()
-        self.queue._rewards["name"] = Future()
-        self.queue._waiting.append(("name", {"model": "actor", "row": {}, "options": {}}))
-        self.app = build_app(service, Access(), created=0, episodes=lambda name: service, queue=self.queue)
-
-
-@pytest.fixture
-def playing(service: Service) -> Playing:
-    return Playing(service)
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"Host": "evil.example", **JSON}, 403),
-        ({"Origin": "http://evil.example", **JSON}, 403),
-        ({"Content-Type": "text/plain"}, 415),
-        ({}, 415),
-    ],
-)
-def test_a_page_of_another_site_takes_no_episode(playing: Playing, headers: dict[str, str], status: int) -> None:
-    """Nor does it ask the actor or report a reward."""
-    with served_in_background(playing.app) as url:
-        for path in ("/episodes", "/episodes/name/reward", "/episodes/name/v1/completions"):
-            assert httpx2.post(f"{url}{path}", content=b"{}", headers=headers).status_code == status
-    assert len(playing.queue._waiting) == 1
-
-
-def test_addresses_of_an_episode_are_those_of_the_server(playing: Playing) -> None:
+def test_addresses_of_an_episode_are_those_of_the_server(service: Service) -> None:
     """They repeated the Host header, by which a page or proxy could send programs elsewhere."""
-    with served_in_background(playing.app) as url:
+    queue = EpisodeQueue()
+    queue._rewards["name"] = Future()
+    queue._waiting.append(("name", {"model": "actor", "row": {}, "options": {}}))
+    with served_service(service, queue=queue) as url:
         port = url.rpartition(":")[2]
         told = httpx2.post(f"{url}/episodes", json={}, headers={"Host": f"localhost:{int(port) - 1}"}).json()
     assert told["base_url"] == f"{url}/episodes/name/v1" and told["reward_url"] == f"{url}/episodes/name/reward"
@@ -189,12 +158,10 @@ def test_an_episode_that_has_ended_is_offered_to_nobody() -> None:
     assert not queue._rewards
 
 
-@pytest.mark.parametrize("reward", [1e308, -1e7, 1.1e6, "Infinity", "NaN", "1e999", "true", '"1"', f"1{'0' * 400}"])
-def test_rewards_are_finite_and_bounded(playing: Playing, reward: Any) -> None:
-    with served_in_background(playing.app) as url:
-        body = f'{{"reward": {reward}}}'.encode()
-        answer = post(f"{url}/episodes/name/reward", body)
-    assert answer.status_code == 400 and "reward must" in answer.json()["error"]["message"], answer.text
+@pytest.mark.parametrize("reward", ["1.1e6", "-1e7", "Infinity", "NaN", "1e999", "true", '"1"', f"1{'0' * 400}"])
+def test_rewards_are_finite_and_bounded(reward: str) -> None:
+    with user_error("reward must"):
+        read_body(RewardBody, f'{{"reward": {reward}}}'.encode())
 
 
 def test_a_client_that_leaves_within_its_body_is_no_error() -> None:
@@ -242,4 +209,3 @@ def test_an_answer_has_only_numbers_of_json() -> None:
     content = {"a": [1.5, float("nan")], "b": (float("inf"), {"c": -float("inf")}), "d": "NaN"}
     expected = {"a": [1.5, None], "b": [None, {"c": None}], "d": "NaN"}
     assert json.loads(FiniteJSON(content).body, parse_constant=pytest.fail) == expected
-    assert json.loads(json_text(content), parse_constant=pytest.fail) == expected

@@ -224,11 +224,6 @@ LARK = {"type": "lark", "lark": "start: /[a-c]{3}/"}
     ("more", "key", "rule"),
     [
         ({"response_format": {"type": "xml"}}, "response_format", "must be of type text, json_object"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
-            "response_format",
-            "json_schema.schema",
-        ),
         ({"response_format": {"type": "lark", "lark": "start: a"}}, "response_format", "a grammar that compiles"),
         ({"response_format": ANIMAL, "extra_body": {"min_tokens": 3}}, "response_format", "decides where"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "auto, none, required or a function by name"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +16,6 @@ import httpx2
 import openai
 import pytest
 import torch
-from fastapi import FastAPI
 
 from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model, load_scorer
 from hybrid_rlhf.configs.inference import ServeConfig
@@ -28,11 +27,13 @@ from hybrid_rlhf.models.policy import Scorer
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.serving.answers import Answer
 from hybrid_rlhf.serving.app import Access, build_scoring_app
-from hybrid_rlhf.serving.bodies import ChatBody, KeyRejected, ScoreBody, TokenizeBody
+from hybrid_rlhf.serving.bodies import ChatBody
 from hybrid_rlhf.serving.saved_scorer import NotWanted
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Job
 from hybrid_rlhf.serving.token_text import TokenText
+from hybrid_rlhf.serving.web import served_in_background
+from tests.support.clock import wait_until
 from tests.support.commands import CommandLine
 from tests.support.messages import assistant, user
 from tests.support.models import random_adapter
@@ -97,12 +98,18 @@ def test_scores_are_those_of_the_reward_model_alone(url: str, reward_folder: str
         ("/v1/score", {"messages": both}),
         ("/v1/score", {"messages": both[0]}),
         ("/score", {"prompt": prompts[0], "completion": answers[0]}),
+        ("/score", {"text_1": prompts, "text_2": answers}),  # vLLM's names
     ):
         answer = post(f"{url}{path}", {"model": reward_folder, **body}).json()
         assert [row["index"] for row in answer["data"]] == list(range(len(answer["data"])))
         scores = [row["score"] for row in answer["data"]]
         assert scores == pytest.approx(expected[: len(scores)], abs=1e-5) and len(scores) in (1, 3)
     assert len(set(expected)) == 3 and answer["usage"]["prompt_tokens"] > 0
+    one_with_all, both = (
+        post(f"{url}/score", {"model": reward_folder, "text_1": text, "text_2": ["b", "c d"]}).json()["data"]
+        for text in ("a", ["a", "a"])
+    )
+    assert one_with_all == both
 
 
 def test_a_reward_model_is_served_alone(reward_folder: str, url: str) -> None:
@@ -129,42 +136,23 @@ def test_a_reward_model_is_served_alone(reward_folder: str, url: str) -> None:
 
 def test_scores_wait_within_a_bound_and_for_clients_that_are_there() -> None:
     """A request that runs, one that waits and whose client then leaves, and one too many."""
-    scorer, left = SlowScorer(), asyncio.Event()
+    scorer = SlowScorer()
+    app = build_scoring_app(ScoreService(scorer, max_queue=1), Access(), created=0)  # type: ignore[arg-type]
+    with served_in_background(app) as url, ThreadPoolExecutor(2) as clients:
 
-    async def post(app: FastAPI, until: asyncio.Event) -> int:
-        """The status of a request whose client disconnects at an event."""
-        body = json.dumps({"model": "judge", "prompt": "x", "completion": "y"}).encode()
-        received = iter([{"type": "http.request", "body": body}])
-        statuses = []
+        def ask(seconds: float = 60) -> int:
+            body = {"model": "judge", "prompt": "x", "completion": "y"}
+            return httpx2.post(f"{url}/score", json=body, timeout=seconds).status_code
 
-        async def receive() -> dict[str, Any]:
-            message = next(received, None)
-            if message is None:
-                await until.wait()
-            return message or {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            statuses.append(message.get("status"))
-
-        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/score", "headers": headers, "query_string": b""}
-        await app(scope, receive, send)
-        return int(statuses[0])
-
-    async def posts() -> list[int]:
-        app = build_scoring_app(ScoreService(scorer, max_queue=1), Access(), created=0)  # type: ignore[arg-type]
-        tasks = []
-        for leaves in (asyncio.Event(), left):
-            tasks.append(asyncio.create_task(post(app, leaves)))
-            while len(scorer.encoded) < len(tasks):
-                await asyncio.sleep(0.01)
-        found = [await post(app, asyncio.Event())]
-        left.set()
-        found.append(await tasks[1])
+        running = clients.submit(ask)
+        wait_until(lambda: len(scorer.encoded) == 1)
+        leaves = clients.submit(ask, 1.0)
+        wait_until(lambda: len(scorer.encoded) == 2)
+        assert ask() == 429
+        assert isinstance(leaves.exception(), httpx2.ReadTimeout)
+        wait_until(lambda: 'path="/score",status="499"' in httpx2.get(f"{url}/metrics").text)
         scorer.may_end.set()
-        return [*found, await tasks[0], await post(app, asyncio.Event())]
-
-    assert asyncio.run(posts()) == [429, 499, 200, 200]
+        assert running.result() == ask() == 200
     assert len(scorer.encoded) == 3 and scorer.scored == 2
 
 
@@ -192,40 +180,24 @@ def test_what_a_reward_model_does_not_read_is_refused(reward_folder: str, cli: C
     assert ended.code == 2 and "is a reward model, which generates nothing, got max_batch_rows" in ended.err
 
 
-def test_pairs_have_the_scores_of_prompts_and_completions(url: str, reward_folder: str) -> None:
-    """vLLM's names; one first text goes with every second one."""
-
-    def scores(**body: Any) -> list[float]:
-        answer = post(f"{url}/score", {"model": reward_folder, **body})
-        return [entry["score"] for entry in answer.raise_for_status().json()["data"]]
-
-    expected = scores(prompt=["a", "a"], completion=["b", "c d"])
-    assert scores(text_1="a", text_2=["b", "c d"]) == scores(text_1=["a", "a"], text_2=["b", "c d"]) == expected
-
-
 def test_bad_requests_for_scores_are_refused(url: str, reward_folder: str) -> None:
-    for status, body, rule in (
-        (404, {"model": "caller", "messages": [user("x")]}, "the reward model of this server is"),
-        (400, {"messages": [user("x")]}, "must end with a turn of the assistant, got user"),
-        (
-            400,
-            {"prompt": ["a", "b"], "completion": ["c"]},
-            "as many prompts as completions, got 0 messages, 2 prompts and 1 completions",
-        ),
-        (400, {"messages": [[]]}, "messages.0 must"),
-        (400, {"text_1": "a"}, "as many prompts as completions"),
-        (400, {"text_2": "a", "prompt": "x", "completion": "y"}, "as many prompts as completions"),
-        (400, {"text_1": "a", "text_2": "b", "prompt": "x"}, "as many prompts as completions"),
-        (400, {}, "as many prompts as completions"),
-        (400, {"prompt": "x" * 300, "completion": "y"}, "must have at most 256 tokens"),
-        (400, {"prompt": "\ud800", "completion": "y"}, "Unicode"),
-        (400, {"messages": [{"role": "king"}]}, "'role' and 'content'|a role must be one of"),
+    for body, rule in (
+        ({"messages": [user("x")]}, "must end with a turn of the assistant, got user"),
+        ({"prompt": ["a", "b"], "completion": ["c"]}, "got 0 messages, 2 prompts and 1 completions"),
+        ({"messages": [[]]}, "messages.0 must"),
+        ({"text_1": "a"}, "as many prompts as completions"),
+        ({"text_2": "a", "prompt": "x", "completion": "y"}, "as many prompts as completions"),
+        ({"text_1": "a", "text_2": "b", "prompt": "x"}, "as many prompts as completions"),
+        ({}, "as many prompts as completions"),
+        ({"prompt": "x" * 300, "completion": "y"}, "must have at most 256 tokens"),
+        ({"prompt": "\ud800", "completion": "y"}, "Unicode"),
+        ({"messages": [{"role": "king"}]}, "'role' and 'content'|a role must be one of"),
     ):
         answer = post(f"{url}/score", {"model": reward_folder, **body})
-        assert answer.status_code == status, answer.text
+        assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
-        assert any(part in error["message"] for part in rule.split("|")), answer.text
-        assert status == 404 or error["param"].partition(".")[0] in (*body, "messages"), answer.text
+        assert re.search(rule, error["message"]) and error["param"].partition(".")[0] in (*body, "messages"), error
+    assert post(f"{url}/score", {"model": "caller", "messages": [user("x")]}).status_code == 404
     assert httpx2.post(f"{url}/score", json={}).status_code == 401
 
 
@@ -259,9 +231,15 @@ def test_calls_are_returned_as_calls(server: Server) -> None:
     assert choice.finish_reason == "tool_calls" and choice.message.content == "Yes."
     (call,) = choice.message.tool_calls
     assert call.function.name == "f" and json.loads(call.function.arguments) == {"x": 1} and len(call.id) == 9
+    chunks = [chunk.choices[0] for chunk in server.chat(tools=TOOLS, temperature=0, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "Yes." and chunks[-1].finish_reason == "tool_calls"
+    calls = [streamed for chunk in chunks for streamed in chunk.delta.tool_calls or []]
+    assert [(streamed.index, streamed.function.name) for streamed in calls] == [(0, "f")]
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         plain = server.chat(temperature=0, **more).choices[0]
         assert plain.message.tool_calls is None and plain.finish_reason == "stop" and plain.message.content == CALL
+    cut = server.chat(tools=TOOLS, temperature=0, max_tokens=30).choices[0]
+    assert cut.message.content == "Yes." and cut.finish_reason == "length"  # the beginning of a call is no text
 
 
 def test_one_call_at_most_where_the_request_says_so() -> None:
@@ -290,27 +268,3 @@ def test_a_forward_whose_scores_nobody_wants_ends(reward_folder: str) -> None:
         scorer.scores([[1, 2, 3]], is_wanted)
     assert len(asked) == 2  # one before each layer
     assert scorer.scores([[1, 2, 3]]).shape == (1,)
-
-
-def test_streamed_calls_are_the_same(server: Server) -> None:
-    text, calls, reason = "", [], None
-    for chunk in server.chat(tools=TOOLS, temperature=0, stream=True):
-        (choice,) = chunk.choices
-        text += choice.delta.content or ""
-        calls += choice.delta.tool_calls or []
-        reason = choice.finish_reason or reason
-    assert (text, reason) == ("Yes.", "tool_calls")
-    assert [(call.index, call.function.name) for call in calls] == [(0, "f")]
-
-
-@pytest.mark.parametrize(("body", "key"), [(TokenizeBody(model="m"), "prompt"), (ScoreBody(model="m"), "messages")])
-def test_a_request_without_input_names_its_key(body: TokenizeBody | ScoreBody, key: str) -> None:
-    """`param` of OpenAI's error object was null."""
-    with pytest.raises(KeyRejected) as raised:
-        body.conversation() if isinstance(body, TokenizeBody) else body.conversations()
-    assert raised.value.key == key and str(raised.value).startswith(f"{key} ")
-
-
-def test_cut_calls_stay_text(server: Server) -> None:
-    cut = server.chat(tools=TOOLS, temperature=0, max_tokens=30)
-    assert cut.choices[0].message.content == CALL[:30] and cut.choices[0].finish_reason == "length"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.generation.sampling import FinishReason
-from hybrid_rlhf.serving.text_stream import TextStream
+from hybrid_rlhf.serving.text_stream import ReplyStream, TextStream
 from tests.support.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -54,3 +55,23 @@ def test_no_part_of_a_stop_string_is_shown(text: str, stops: list[str]) -> None:
 def test_bytes_that_are_no_character_are_shown_at_the_end() -> None:
     stream, ids = TextStream(decode), TOKENIZER("€")["input_ids"]
     assert [stream.add(ids[:1], None), stream.add(ids[1:2], "length")] == ["", "\ufffd"]
+
+
+CUT = [
+    ('Hm.\n<tool_call>\n{"name": "f", "arg', "Hm.", 0),
+    ("Hm.\n<tool_ca", "Hm.", 0),
+    ('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call', "", 1),
+    ("Hm. \n", "Hm. \n", 0),
+]
+
+
+@pytest.mark.parametrize(("text", "shown", "calls"), CUT)
+def test_a_call_that_is_cut_is_no_text(text: str, shown: str, calls: int) -> None:
+    """Clients showed its tag to people. Text that the model has ended itself stays as it is."""
+    reasons: list[FinishReason] = ["length", "stop"]
+    for reason in reasons:
+        stream, ids = ReplyStream(TextStream(decode), {"f"}), TOKENIZER(text)["input_ids"]
+        found = [stream.add([token], reason if place == len(ids) - 1 else None) for place, token in enumerate(ids)]
+        said = "".join(piece.text for piece in found)
+        assert said == shown if reason == "length" else text.endswith(said)
+        assert [call.name for piece in found for call in piece.calls] == ["f"] * calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +80,14 @@ def mutated(body: Any, rng: random.Random) -> Any:
 
 
 def damaged(body: bytes, rng: random.Random) -> bytes:
-    """Bytes with some of them changed, removed or doubled."""
-    data = bytearray(body)
+    """Bytes with some of them changed, removed or doubled, or cut off."""
+    data = body
     for _ in range(rng.randint(1, 4)):
-        place = rng.randrange(len(data))
-        kind = rng.randrange(4)
-        if kind == 0:
-            data[place] = rng.randrange(256)
-        elif kind == 1:
-            del data[place : place + rng.randint(1, 9)]
-        elif kind == 2:
-            data[place:place] = data[place : place + rng.randint(1, 9)]
-        else:
-            data = data[: place + 1]
-        if not data:
-            data = bytearray(b"\x00")
-    return bytes(data)
+        start = rng.randrange(len(data) + 1)
+        end = len(data) if rng.random() < 0.1 else start + rng.randint(1, 9)
+        part = data[start:end]
+        data = data[:start] + rng.choice((b"", part * 2, rng.randbytes(len(part)))) + data[end:]
+    return data
 
 
 def test_malformed_requests_never_fail_the_server_and_change_nothing_of_others(tmp_path: Path) -> None:
@@ -111,10 +104,10 @@ def test_malformed_requests_never_fail_the_server_and_change_nothing_of_others(t
         session = alice.session()
         mine = alice.model(session)
         alice.save(mine, 1, "a")
-        statuses: dict[int, int] = {}
+        statuses = Counter[int]()
 
         def send(answer: httpx2.Response, what: object) -> None:
-            statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+            statuses[answer.status_code] += 1
             assert answer.status_code < 500, (what, answer.text)
             if answer.status_code >= 400:
                 assert answer.json()["error"], what

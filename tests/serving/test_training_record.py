@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf.board.runs.folders import RunFolders
-from hybrid_rlhf.board.runs.metrics import MetricsFile
 from hybrid_rlhf.board.runs.summary import RunSummaries
 from hybrid_rlhf.configs.inference import TrainServerConfig
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, METRICS_FILE
@@ -40,6 +39,12 @@ def test_the_board_has_the_tenants_the_queue_and_the_throughput(tmp_path: Path) 
         alice.train(model, 7, 1)
         again.add_line()
         third = read_metrics(tmp_path)[-1]
+        waiting = alice.forward_backward(model, 10, [SEQUENCE] * 4)  # the command before it is missing
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(again.follow(60.0), 0.05))  # ended in its first interval
+        for request in (alice.forward_backward(model, 9), waiting):
+            alice.result(request)
+        fourth = read_metrics(tmp_path)[-1]
     seconds = first["time_seconds"]
     assert first["tenants/alice/trained_tokens_per_second"] * seconds == pytest.approx(3 * 2 * TRAINED, rel=0.2)
     assert first["tenants/alice/requests_per_second"] * seconds == pytest.approx(1 + 6, rel=0.2)
@@ -53,31 +58,10 @@ def test_the_board_has_the_tenants_the_queue_and_the_throughput(tmp_path: Path) 
     assert [first["step"], second["step"], third["step"]] == [1, 2, 3], "it continues after a restart"
     assert third["time_seconds"] >= second["time_seconds"]
     assert third["tenants/alice/trained_tokens_per_second"] > 0
+    for kind, count in (("waiting_tokens", 4 * TRAINED), ("requests_in_flight", 1)):
+        assert fourth[f"tenants/alice/{kind}"] == fourth[f"queue/{kind}"] == count
+        assert fourth[f"tenants/bob/{kind}"] == 0
     assert undocumented_metrics(first) == set()
-
-
-def test_requests_that_wait_are_in_the_line(tmp_path: Path) -> None:
-    with training_server(tmp_path) as (url, service):
-        record = ServiceRecord(tmp_path, service.tenants, service.metrics)
-        alice = Client(url)
-        model = alice.model()
-        waiting = alice.forward_backward(model, 2, [SEQUENCE] * 4)  # the first command of the model is missing
-        asyncio.run(_one_line(record))
-        alice.result(alice.forward_backward(model, 1))
-        alice.result(waiting)
-    (line,) = read_metrics(tmp_path)
-    assert line["tenants/alice/waiting_tokens"] == line["queue/waiting_tokens"] == 4 * TRAINED
-    assert line["tenants/alice/requests_in_flight"] == line["queue/requests_in_flight"] == 1
-    assert line["tenants/bob/waiting_tokens"] == 0
-
-
-async def _one_line(record: ServiceRecord) -> None:
-    """What a server runs, ended in its first interval."""
-    task = asyncio.create_task(record.follow(60.0))
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 def test_the_board_lists_a_server_without_its_keys(tmp_path: Path) -> None:
@@ -87,11 +71,8 @@ def test_the_board_lists_a_server_without_its_keys(tmp_path: Path) -> None:
     write_settings(replace(config, output_dir=str(tmp_path)), tmp_path)
     text = (tmp_path / CONFIG_FILE).read_text()
     assert secret not in text and "${ALICE}" in text and "${KEY_OF_bob}" in text
-    (tmp_path / METRICS_FILE).write_text('{"step": 1, "time_seconds": 10.0, "tenants/alice/models": 2}\n')
+    (tmp_path / METRICS_FILE).write_text('{"step": 1, "time_seconds": 10.0}\n')
     (run,) = RunFolders([tmp_path]).all()
     shown = RunSummaries().summary(run)
-    keys = ("state", "problem", "command", "algorithm", "model", "step")
-    assert [shown[key] for key in keys] == ["stopped", None, None, "train-server", "models/base", 1]
-    metrics = MetricsFile(tmp_path / METRICS_FILE)
-    metrics.update()
-    assert metrics.names() == ["tenants/alice/models"]
+    keys = ("state", "problem", "command", "algorithm", "model")
+    assert [shown[key] for key in keys] == ["stopped", None, None, "train-server", "models/base"]

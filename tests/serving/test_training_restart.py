@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import signal
 import time
 from dataclasses import replace
@@ -15,12 +14,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from hybrid_rlhf.board.runs.folders import RunFolder, RunFolders
+from hybrid_rlhf.board.runs.folders import RunFolders
 from hybrid_rlhf.board.runs.summary import RunSummaries
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import TrainServerConfig
+from hybrid_rlhf.runtime.files.folder_lock import FolderLock
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.serving.training.futures import Gone
+from hybrid_rlhf.serving.training.server import serve_training
 from hybrid_rlhf.serving.training.sessions import Sessions
 from hybrid_rlhf.serving.training.store import Checkpoint, Records, Run, Store, UnknownObject, Usage
 from hybrid_rlhf.serving.training.tenants import Quotas, Tenant
@@ -73,93 +73,61 @@ def test_a_killed_server_comes_back_with_all_that_was_saved(model_folder: Path, 
         assert client.train(client.load(state, session, 5, optimizer=True)["model_id"], 1, 3) == losses
         assert client.post("create_model", session_id=session, model_seq_id=0, base_model="tiny")
         (shown,) = RunFolders([folder]).all()
-        assert _summary(shown) == ("running", None, "train-server", str(model_folder))
+        assert RunSummaries().summary(shown)["state"] == "running"
         listed = client.get("training_runs").json()["training_runs"]
         assert {exact, lost, new, reference} <= {run["training_run_id"] for run in listed}
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-    assert _summary(shown) == ("stopped", None, "train-server", str(model_folder))
+    assert RunSummaries().summary(shown)["state"] == "stopped"
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert lines[-1]["tenants/local/trained_tokens_per_second"] > 0
 
 
-def _summary(run: RunFolder) -> tuple[Any, ...]:
-    summary = RunSummaries().summary(run)
-    return tuple(summary[key] for key in ("state", "problem", "algorithm", "model"))
-
-
-def test_two_servers_do_not_share_a_folder(model_folder: Path, tmp_path: Path) -> None:
-    from hybrid_rlhf.serving.training.server import serve_training
-
-    config = TrainServerConfig(path=str(model_folder), output_dir=str(tmp_path), port=0)
-    with (
-        training_server_process(str(model_folder), tmp_path),
-        user_error("output_dir is for one server at a time, .* is in use by process"),
-    ):
+def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    assert lock.acquire() is None
+    config = TrainServerConfig(path="m", output_dir=str(tmp_path), port=0)
+    with user_error("output_dir is for one server at a time, .* is in use by process"):
         serve_training(config, lambda _: pytest.fail("it loads nothing"), api_keys={}, report=print)
+    lock.release()
 
 
-def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever the writer is killed."""
+def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
+    """Whenever its writer fails or is killed."""
     store = Store(tmp_path)
     checkpoint = Checkpoint("run", "weights", "a", "alice", 4, 1, 1.0, 0)
     weights = tmp_path / "runs" / "run" / "weights"
-
-    class Killed(BaseException):
-        pass
 
     def whole(folder: Path) -> None:
         folder.mkdir()
         (folder / "all").write_text("all")
 
-    def killed(folder: Path) -> None:
+    def failing(folder: Path) -> None:
         whole(folder)
-        raise Killed
+        raise OSError("no space left on device")
 
-    with pytest.raises(Killed):
-        store.write_checkpoint(checkpoint, killed, overwrite=False)
-    assert not list(weights.iterdir())
-    store.write_checkpoint(checkpoint, whole, overwrite=False)
-    again = Store(tmp_path)
-    assert again.find("tinker://run/weights/a", "alice").size_bytes == 3
-    rename = Path.rename
-
-    def killed_between(path: Path, target: Path) -> Path:
-        if target.name == "a":
-            raise Killed
-        return rename(path, target)
-
-    def failing(path: Path, target: Path) -> Path:
-        if path.name == ".a.partial":
-            raise OSError("no space left on device")
-        return rename(path, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", failing)
-        with pytest.raises(OSError, match="no space"):
-            again.write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=True)
-    assert (weights / "a" / "all").exists(), "not only after a restart"
-
-    # the old one steps aside, the new one gets its name, the old one is removed
-    for patched, name, function, kept in (
-        (Path, "rename", killed_between, 1),
-        (shutil, "rmtree", Mock(side_effect=[None, None, Killed]), 2),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(patched, name, function)
-            with pytest.raises(Killed):
-                again.write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=True)
+    def restarted(seq: int) -> Store:
+        """The store of the next server, which has the checkpoint of a command and nothing else."""
         again = Store(tmp_path)
-        assert again.find("tinker://run/weights/a", "alice").seq == kept
-        assert [entry.name for entry in weights.iterdir()] == ["a"]
+        found = again.find("tinker://run/weights/a", "alice")
+        assert (found.seq, found.size_bytes) == (seq, 3) and [entry.name for entry in weights.iterdir()] == ["a"]
+        return again
+
+    store.write_checkpoint(checkpoint, whole, overwrite=False)
+    with pytest.raises(OSError, match="no space"):
+        store.write_checkpoint(replace(checkpoint, seq=2), failing, overwrite=True)
+    restarted(1)
+    # the old one steps aside, the new one gets its name, the old one is removed: killed before the second, the third
+    (weights / "a").rename(weights / ".a.replaced.partial")
+    (weights / ".a.partial").mkdir()
+    restarted(1).write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=True)
+    (weights / ".a.replaced.partial").mkdir()
+    again = restarted(2)
     again.write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=False)  # an answer was lost: it comes again
     with user_error("a checkpoint never changes"):
         again.write_checkpoint(replace(checkpoint, seq=3), whole, overwrite=False)
     assert again.find("tinker://run/weights/a", "alice").seq == 2
-    for path, tenant in (("tinker://run/weights/b", "alice"), ("tinker://run/weights/a", "bob")):
-        with pytest.raises(UnknownObject):
-            again.find(path, tenant)
     with user_error("a path is tinker://RUN/weights/NAME"):
         again.find("tinker://run/../weights/a", "alice")
     (weights / "a" / "checkpoint.json").write_text("{")
@@ -223,8 +191,8 @@ def on_disk(folder: Path) -> int:
     return sum(-(-file.stat().st_size // 4096) * 4096 for file in files) + 4096 * len(folders)
 
 
-def test_a_key_has_at_most_its_bytes_on_disk_whatever_they_are(tmp_path: Path) -> None:
-    """Metadata, sessions and the last checkpoint were in no quota."""
+def test_a_key_has_at_most_its_bytes_on_disk_whatever_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata, sessions and the last checkpoint were in no quota. The number of all of them has one too."""
     most = 20 * 4096
     store = Store(tmp_path, most)
 
@@ -242,19 +210,26 @@ def test_a_key_has_at_most_its_bytes_on_disk_whatever_they_are(tmp_path: Path) -
     save("first", 9000)
     save("first", 4000, overwrite=True)
     assert store.usage.bytes["a"] == on_disk(tmp_path) == 10 * 4096
-    with pytest.raises(UserError, match=r"may have 81920 bytes \(max_stored_gib\).*it would have 86016 bytes"):
+    with user_error(r"may have 81920 bytes \(max_stored_gib\).*it would have 86016 bytes"):
         save("second", 9 * 4096)
     assert store.usage.bytes["a"] == on_disk(tmp_path), "nothing is left of it"
+
+    def refuses_new_ones() -> None:
+        for write in (
+            lambda: store.sessions.write("t", tenant="a", metadata=None),
+            lambda: store.write_sampler("s:sample:1", "a", None),
+            lambda: store.write_run(Run("s:train:1", "a", "s")),
+            lambda: save("third", 0),
+        ):
+            with user_error("max_stored_gib"):
+                write()
+        save("other", 4000, "b")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hybrid_rlhf.serving.training.store.MOST_RECORDS", 4)
+        refuses_new_ones()
     save("second", 8 * 4096)
-    for write in (
-        lambda: store.sessions.write("t", tenant="a", metadata=None),
-        lambda: store.write_sampler("s:sample:1", "a", None),
-        lambda: store.write_run(Run("s:train:1", "a", "s")),
-        lambda: save("third", 0),
-    ):
-        with pytest.raises(UserError, match="max_stored_gib"):
-            write()
-    save("other", 4000, "b")
+    refuses_new_ones()
     store.sessions.write("s", tenant="a", metadata=None, finished=True)  # what is there may be written again
     for again in (store, Store(tmp_path, most)):
         assert again.usage.bytes["a"] + again.usage.bytes["b"] == on_disk(tmp_path)

@@ -78,15 +78,6 @@ def test_a_request_of_many_samples_leaves_a_row_and_waits_for_others() -> None:
     assert got[-1][0].sample == 4 and rows.entered() == []
 
 
-def test_prompts_of_a_request_are_told_apart() -> None:
-    rows = Rows()
-    got: list[Any] = []
-    Turns(rows).submit(request(9, 1, prompts=2), got.append)  # type: ignore[arg-type]
-    assert rows.entered() == [(9, 0, 1), (9, 0, 1)]
-    rows.ends[1](last())
-    assert got[0][0].prompt == 1
-
-
 def test_what_ends_gives_its_rows_to_others() -> None:
     """A client that leaves, and a part that fails."""
     rows = Rows()

@@ -121,10 +121,13 @@ def test_a_response_has_the_version(changing: Changing) -> None:
         assert versions == [version] * 3, "created, in progress, incomplete"
 
 
-def test_weights_change_between_requests(changing: Changing) -> None:
-    """Running ones finish with their weights; one that arrives meanwhile waits, and has the new ones."""
+def test_weights_change_between_requests(changing: Changing, tmp_path: Path) -> None:
+    """Running ones finish with their weights; one that arrives meanwhile waits for the new ones. Adapters are kept,
+    over the new weights."""
     old = expected(TOKENS)  # before: a request without a seed draws from the generator that makes models
     new = expected(20, seed=5)
+    adapted = expected(20, seed=5, adapter=str(tmp_path / "adapters" / "two"))
+    changing.load("poet", "two")
     assert changing.ask() == (old[:20], "0")
     stream, ids, _ = changing.begin()
     replaced = changing.replace_weights()
@@ -137,13 +140,8 @@ def test_weights_change_between_requests(changing: Changing) -> None:
     assert ids == old
     replaced.result(timeout=60)
     assert asking.result() == (new, "step_9")
+    assert changing.ask("poet")[0] == adapted
     assert changing.client.models.retrieve("m").version == "step_9"
-
-
-def test_adapters_follow_other_weights(changing: Changing, tmp_path: Path) -> None:
-    changing.load("poet", "two")
-    changing.replace_weights().result(timeout=60)
-    assert changing.ask("poet")[0] == expected(20, seed=5, adapter=str(tmp_path / "adapters" / "two"))
 
 
 def test_only_adapters_of_the_folder_are_loaded(changing: Changing, tmp_path: Path) -> None:

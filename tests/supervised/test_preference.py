@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -51,16 +51,16 @@ def pair_loss(name: str, **changes: Any) -> PairLoss:
     return PAIR_LOSSES[name](replace(config, **changes))
 
 
-def sides(seed: int = 0) -> tuple[PairSide, PairSide]:
-    chance = torch.Generator().manual_seed(seed)
-
-    def side() -> PairSide:
-        tokens = torch.randint(1, 9, (PAIRS,), generator=chance)
-        logprobs = -tokens * (0.5 + torch.rand(PAIRS, generator=chance))
-        reference = logprobs + torch.randn(PAIRS, generator=chance)
-        return PairSide(logprobs.requires_grad_(), reference, tokens)
-
-    return side(), side()
+def sides() -> tuple[PairSide, PairSide]:
+    """Random pairs; the completions of the last are equally likely."""
+    chance = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 9, (2, PAIRS), generator=chance)
+    logprobs = -tokens * (0.5 + torch.rand(2, PAIRS, generator=chance))
+    reference = logprobs + torch.randn(2, PAIRS, generator=chance)
+    for values in (tokens, logprobs, reference):
+        values[1, -1] = values[0, -1]
+    chosen, rejected = (PairSide(logprobs[i].clone().requires_grad_(), reference[i], tokens[i]) for i in (0, 1))
+    return chosen, rejected
 
 
 def log_sigmoid(x: float) -> float:
@@ -87,7 +87,7 @@ def paper(name: str, chosen: PairSide, rejected: PairSide, i: int, c: Any) -> fl
     return preference - c.sft_coef * w / nw
 
 
-@pytest.mark.parametrize("name", PAIR_LOSSES)
+@pytest.mark.parametrize("name", sorted({*PREFERENCE_LOSSES} - {"kto"}))
 @pytest.mark.parametrize("sft_coef", [None, 0.7])
 def test_losses_are_the_papers(name: str, sft_coef: float | None) -> None:
     changes = {} if sft_coef is None else {"sft_coef": sft_coef}
@@ -121,16 +121,6 @@ def test_losses_are_the_papers(name: str, sft_coef: float | None) -> None:
             both[place] = replace(side, logprobs=nudged)
             moved.append(paper(name, both[0], both[1], 0, learner.config))
         assert float(gradient[0]) == pytest.approx((moved[1] - moved[0]) / 2e-4, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("dpo", math.log(2)), ("cdpo", math.log(2)), ("hinge", 1.0), ("ipo", 25.0)]
-)
-def test_equal_answers_have_a_known_loss(name: str, value: float) -> None:
-    same, _ = sides()
-    found = pair_loss(name)(same, same)
-    assert found.total.item() == pytest.approx(PAIRS * value, rel=1e-6)
-    assert float(found.stats["accuracy"]) == 0 and float(found.stats["margin"]) == 0
 
 
 def test_orpo_bounds_the_odds_of_a_completion_of_probability_1() -> None:
@@ -185,10 +175,6 @@ def test_what_cannot_be_is_refused(line: str, error: str) -> None:
     assert refused(parse_config, PreferenceStepConfig, line.split()) == error
 
 
-def test_every_algorithm_is_in_the_table() -> None:
-    assert {*PAIR_LOSSES, "kto"} == set(PREFERENCE_LOSSES)
-
-
 class TableEngine:
     """A model in which the log-prob of a token is its id times a weight."""
 
@@ -235,13 +221,16 @@ ROWS = [
 ]
 
 
+OPTIONS: Any = {"pad_token_id": 0, "device": torch.device("cpu")}
+
+
 def test_an_update_on_pairs_is_the_loss_of_their_completions() -> None:
     """Without a run: which completion is whose, of how many tokens, and what router losses weigh."""
-    learner, engine = pair_loss("ipo", sft_coef=0.5), TableEngine()
-    arguments: Any = {"pad_token_id": 0, "device": torch.device("cpu")}
-    objective = PreferencePairObjective(learner, **arguments)
-    (batch,) = objective.prepare(engine, [objective.collate([*ROWS, None])])  # type: ignore[arg-type]
-    found = objective.loss(engine, batch)  # type: ignore[arg-type]
+    learner = pair_loss("ipo", sft_coef=0.5)
+    engine: Any = TableEngine()
+    objective = PreferencePairObjective(learner, **OPTIONS)
+    (batch,) = objective.prepare(engine, [objective.collate([*ROWS, None])])
+    found = objective.loss(engine, batch)
     chosen = PairSide(torch.tensor([-0.3, -0.3, 0.0]), torch.tensor([-1.0, -1.0, -0.5]), torch.tensor([2, 2, 1]))
     rejected = PairSide(torch.tensor([-0.3, -1.2, -0.5]), torch.tensor([-2.0, -1.9, -0.8]), torch.tensor([1, 3, 1]))
     expected = learner(chosen, rejected)
@@ -252,8 +241,8 @@ def test_an_update_on_pairs_is_the_loss_of_their_completions() -> None:
     means = {"loss": 1.0, "accuracy": 2.0, "margin": 3.0, "chosen_reward": 4.0, "rejected_reward": 5.0, "sft": 6.0}
     assert objective.name == "preference"
     assert objective.metrics(means, "eval") == {f"eval/{name}": value for name, value in means.items()}
-    live = PreferencePairObjective(learner, **arguments, reference=lambda: nullcontext(TableEngine(-0.2)))  # type: ignore[arg-type, return-value]
-    (batch,) = live.prepare(engine, [live.collate(ROWS)])  # type: ignore[arg-type]
+    live = PreferencePairObjective(learner, **OPTIONS, reference=lambda: nullcontext(cast(Any, TableEngine(-0.2))))
+    (batch,) = live.prepare(engine, [live.collate(ROWS)])
     assert not batch.ref_logprobs.requires_grad
     torch.testing.assert_close(batch.ref_logprobs, -0.2 * torch.tensor([3.0, 3.0, 12.0, 0.0, 5.0, 0.0]))
 
@@ -271,31 +260,27 @@ def test_an_update_on_labels_has_one_reference_point() -> None:
     """Without a run: a mean over the mismatched completions of all micro-batches, one of which may have none."""
     config = parse_config(PreferenceStepConfig, "--algorithm kto --algorithm.sft_coef 0.5".split()).algorithm
     assert isinstance(config, KTOConfig)
-    engine = TableEngine()
-    arguments: Any = {"pad_token_id": 0, "device": torch.device("cpu")}
-    objective = PreferenceLabelObjective(KTO(config), **arguments)
+    engine: Any = TableEngine()
+    objective = PreferenceLabelObjective(KTO(config), **OPTIONS)
     collated = [objective.collate(rows) for rows in (ROWS[:2], ROWS[2:], [None])]
-    batches = objective.prepare(engine, collated)  # type: ignore[arg-type]
+    batches = objective.prepare(engine, collated)
     point = objective._reference_point
     assert point.item() == pytest.approx(((-1.2 + 1.9) + 0.5) / 2) and not point.requires_grad
-    found = objective.loss(engine, batches[0])  # type: ignore[arg-type]
+    found = objective.loss(engine, batches[0])
     means = torch.tensor([-0.15, -0.3])
     log_ratio = torch.tensor([-0.3 + 1, -0.3 + 2])
     expected = KTO(config)(log_ratio, mean_logprobs=means, good=torch.tensor([True, False]), reference_point=point)
     torch.testing.assert_close(found.total.detach(), expected.total)
     torch.testing.assert_close(found.stats, expected.stats)
-    empty = objective.loss(engine, batches[2])  # type: ignore[arg-type]
+    empty = objective.loss(engine, batches[2])
     assert (empty.total.item(), empty.count.item(), empty.total.requires_grad) == (0.0, 0.0, True)
     assert engine.shares == [[1.0, 1.0], [0.0]]
     assert engine.read == [(1, 4), (1, 1), (1, 1), (2, 3), (1, 1)], "a forward is as wide as its longest completion"
     assert [objective.count(batch) for batch in batches] == [2, 1, 0]
     unlikely = completions([5], [], labels=[False], ref_logprobs=[0.0, 0.4])
     for rows, value in ((ROWS[2:], 0.5), ([unlikely], 0.0), ([None], 0.0)):
-        objective.prepare(engine, [objective.collate(rows)])  # type: ignore[arg-type]
+        objective.prepare(engine, [objective.collate(rows)])
         assert float(objective._reference_point) == value
-    live = PreferenceLabelObjective(KTO(config), **arguments, reference=lambda: nullcontext(TableEngine(-0.2)))  # type: ignore[arg-type, return-value]
-    (batch,) = live.prepare(engine, collated[:1])  # type: ignore[arg-type]
-    torch.testing.assert_close(batch.ref_logprobs, -0.2 * torch.tensor([3.0, 3.0, 12.0, 0.0]))
     told = {"loss": 1.0, "accuracy": 0.5, "good": 0.25, "good_reward": 0.5, "bad_reward": -0.6, "kl": 0.1}
     expected_metrics = [1.0, 0.5, 2.8, 2.0, -0.8, 0.1]
     names = ["loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "kl"]
@@ -307,7 +292,8 @@ def test_an_update_on_labels_has_one_reference_point() -> None:
 
 def test_cached_log_probs_are_those_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a run: which model reads which rows, once, and when the folder of the run is believed."""
-    actor, other, checked = TableEngine(), TableEngine(-0.2), Mock()
+    actor: Any = TableEngine()
+    other, checked = TableEngine(-0.2), Mock()
     build = Mock(return_value=other)
     monkeypatch.setattr(reference, "resolve", lambda config, run, path, key: path)
     monkeypatch.setattr(reference, "require_same_tokens", checked)
@@ -321,7 +307,7 @@ def test_cached_log_probs_are_those_of_the_reference(tmp_path: Path, monkeypatch
 
     def read(path: str | None) -> list[list[float]]:
         section = PreferenceReferenceConfig(path=path)
-        model = reference.ReferenceModel(config, section, run, actor, "actor", Mock())  # type: ignore[arg-type]
+        model = reference.ReferenceModel(config, section, run, actor, "actor", Mock())
         learned, held = model.with_cached_logprobs(
             train,
             held_out,
@@ -424,25 +410,6 @@ def test_the_reference_reads_only_the_rows_that_the_run_uses(name: str, tmp_path
     assert resumed.keys() == fresh.keys()
     for key, values in fresh.items():
         assert resumed[key] == pytest.approx(values, abs=1e-4)
-
-
-@pytest.mark.parametrize("line", ["--algorithm kto", "--seed 5", "--seed 42"])
-def test_log_probs_of_another_run_are_not_taken_for_this_one_s(line: str, tmp_path: Path, model_folder: Path) -> None:
-    """A run that ended before its first checkpoint and is started anew: with another algorithm, seed, or model."""
-    write_rows(tmp_path / "rows.jsonl")
-    shutil.copytree(model_folder, tmp_path / "model")
-    start(tmp_path, tmp_path / "model", tmp_path / "fresh", line)
-    start(tmp_path, tmp_path / "model", tmp_path / "run")
-    (tmp_path / "run" / "finished.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
-    if line == "--seed 42":  # that of both
-        tiny_model(7).save_pretrained(tmp_path / "model")
-        shutil.rmtree(tmp_path / "fresh")
-        start(tmp_path, tmp_path / "model", tmp_path / "fresh")
-    start(tmp_path, tmp_path / "model", tmp_path / "run", "--resume auto", line)
-    assert [told["eval/loss"] for told in run_outputs(tmp_path / "run")["metrics"]] == [
-        told["eval/loss"] for told in run_outputs(tmp_path / "fresh")["metrics"]
-    ]
 
 
 def test_a_reference_of_its_own_must_share_the_tokens_and_goes_once_it_has_read(

@@ -236,7 +236,8 @@ def test_step_3_reads_the_steps_of_an_answer(steps: Any, tmp_path: Path, world: 
 
 
 MISTAKES = {
-    "--objective.loss borda": "objective.loss must be one of pairwise, listwise, binary, steps, got borda: see --help",
+    "--objective.loss borda": "objective.loss must be one of pairwise, listwise, binary, steps, got borda: give one of "
+    "them",
     "--objective.heads [a]": "objective.heads are two or more different names, got ['a']: leave it out for one score",
     "--objective.heads [a,a]": "objective.heads are two or more different names, got ['a', 'a']: leave it out for "
     "one score",

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engines import builder
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import full_tensors
@@ -29,6 +30,11 @@ from tests.support.tiny import tiny_tokenizer
 PROMPTS = [[5, 6, 7], [9, 8], [4, 4, 4, 4]]
 
 
+def moments_in_8_bits_here() -> None:
+    """Let this process train with moments in 8 bits on its CPU, which is refused for its speed only."""
+    builder._require_optimizer = lambda section, device: None
+
+
 def actor_spec(
     path: Path,
     *,
@@ -37,7 +43,7 @@ def actor_spec(
     dtype: str = "float32",
     lr: float = 1e-2,
     quantization: Literal["nf4"] | None = None,
-    optimizer: Literal["adamw", "muon"] = "adamw",
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw",
     tensor_parallel: int = 1,
     **zero: bool,
 ) -> EngineSpec:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hybrid_rlhf.models.packing import packs, use_packing
+from hybrid_rlhf.models.packing import batches, packs, use_packing
 from tests.support.families import COMMON
 from tests.support.tiny import VOCABULARY
 
@@ -124,3 +127,44 @@ def assert_equal_gradients(first: torch.nn.Module, second: torch.nn.Module, *, a
     for (name, one), other in zip(first.named_parameters(), second.parameters(), strict=True):
         message = partial("{}: {}".format, name)
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=atol, msg=message)
+
+
+def rows_that_begin_alike() -> tuple[torch.Tensor, torch.Tensor]:
+    """Padded rows [B, T] of 198 distinct tokens of 312: two prompts with one template, each with completions, one of
+    them of a single token, a row with the template alone between them, and another row; ids and mask."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = lambda count: torch.randint(3, 120, (count,), generator=generator)  # noqa: E731
+    template = tokens(19)
+    first, second = tokens(37), torch.cat([template, tokens(21)])
+    rows = [torch.cat([first, tokens(count)]) for count in (9, 1, 14)]
+    rows.append(torch.cat([template, tokens(30)]))
+    rows += [torch.cat([second, tokens(count)]) for count in (3, 12)]
+    rows.append(tokens(33))
+    lengths = torch.tensor([len(row) for row in rows])
+    return pad_sequence(rows, batch_first=True), torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+class InFloat64(TorchFunctionMode):
+    """Context in which what asks for float32 gets float64, as norms and softmaxes of transformers do."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        wide = lambda x: torch.float64 if x is torch.float32 else x  # noqa: E731
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+def distance_of_shared_rows(module: torch.nn.Module, *arguments: torch.Tensor) -> float:
+    """Largest difference of outputs, and of gradients of a weighted sum of them, of a model in float64 from those
+    without shared prefixes, relative to the largest output and gradient."""
+    module.double()
+    results = []
+    with InFloat64(), pytest.MonkeyPatch.context() as patch:
+        for share in (True, False):
+            patch.setattr(batches, "shares_prefixes", lambda lm, share=share: share)
+            module.zero_grad()
+            output = module(*arguments)
+            output = output if isinstance(output, torch.Tensor) else torch.stack(output)
+            (output * torch.linspace(-1, 1, output.numel()).double().view(output.shape)).sum().backward()
+            gradients = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+            results.append((output.detach(), torch.cat(gradients)))
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*results, strict=True))

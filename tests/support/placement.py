@@ -148,10 +148,10 @@ def flattening(names: list[str], ranks: int, *, zero: Mapping[str, Any], tensor_
     )
 
 
-def placed_at(ranks: Mapping[str, tuple[int, ...]], *, world: int, lag: int = 0, zero: int = 0) -> StepPlan:
+def placed_at(ranks: Mapping[str, tuple[int, ...]], *, world: int, zero: int = 0) -> StepPlan:
     """A plan with the roles on these ranks."""
     roles = {name: RolePlacement(of_role, zero if name != SAMPLER else 0) for name, of_role in ranks.items()}
-    return StepPlan(Placement(roles, style_of(ranks, world)), policy_lag=lag)
+    return StepPlan(Placement(roles, style_of(ranks, world)))
 
 
 def _learns(name: str) -> OptimizerConfig | None:

@@ -122,7 +122,7 @@ def whole(rollout: Rollout, world: World) -> Rollout:
     """The rows of all ranks, on every rank."""
     index = rollout.numbered(world)
     rows = range(len(index))
-    return index.fetch(rollout, [rows]).on_host(rows)
+    return index.fetch(rollout, [rows])(rows)
 
 
 def scaled(scaling: ScoreScaling, scores: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def rewarded(
         assert rows.groups is not None and texts is not None
         return texts.select(rows.groups.tolist())
 
-    rows = LocalRows(rollout, range(len(rollout)), torch.device("cpu"))
+    rows = LocalRows(rollout, range(len(rollout)))
     return reward(rows, len(rollout), lambda *_: list(micro_batches), read)
 
 

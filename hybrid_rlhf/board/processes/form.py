@@ -12,11 +12,12 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rlhf.board.processes.commands import nested_values
+from hybrid_rlhf.board.processes.inputs import input_problem
 from hybrid_rlhf.board.runs.summary import COMMANDS
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import build_config, config_tree
@@ -30,7 +31,7 @@ PROCESSES = "launcher.num_processes"
 """A field of the form besides the keys of the config."""
 _TYPES = {bool: "bool", int: "int", float: "float"}
 _REQUIRED = ("model.path", "data.sources", "reward.components", "output_dir")
-"""Fields at the beginning of a form, if the command has them."""
+"""Fields that a form shows first, if the command has them, after the algorithm and with it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def form_fields(command: str, algorithm: str | None) -> list[dict[str, Any]]:
             about = field_docs(section.kind).get("name", "")
             fields.append(_field(f"{section.name}.name", "choice", default, about, choices=list(section.variants)))
         fields += [_key_field(key, section) for key in section.keys.values()]
-    first = {key: place for place, key in enumerate(_REQUIRED)}
+    first = {key: place for place, key in enumerate(("algorithm.name", *_REQUIRED))}
     return sorted(fields, key=lambda field: first.get(field["key"], len(first)))
 
 
@@ -117,13 +118,16 @@ def read_form(command: str, values: Mapping[str, Any]) -> ReadForm:
     return ReadForm(config, processes, values)
 
 
-def check_form(command: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """POST /api/form/check: the error of the values and its field, missing fields, and the command."""
+def check_form(command: str, values: Mapping[str, Any], check_folder: Callable[[str], None]) -> dict[str, Any]:
+    """POST /api/form/check: the error of the values or of what they name, its field, missing fields, and the
+    command."""
     try:
         form = read_form(command, values)
     except UserError as error:
         return {"problem": str(error), "key": _key_of(command, str(error)), "missing": [], "command": None}
-    return {"problem": None, "key": None, "missing": _missing(form.config), "command": form_command(command, form)}
+    key, problem = input_problem(form.config, check_folder) or (None, None)
+    lines = form_command(command, form)
+    return {"problem": problem, "key": key, "missing": _missing(form.config), "command": lines}
 
 
 def _key_of(command: str, error: str) -> str | None:

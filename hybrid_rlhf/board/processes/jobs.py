@@ -21,6 +21,8 @@ from hybrid_rlhf.board.events import EventHub
 from hybrid_rlhf.board.processes.commands import end_process, json_command, read_result
 from hybrid_rlhf.configs.errors import UserError
 
+_COMMAND = "replay"
+"""Replays, branches and rescores: its settings say which."""
 _MOST_KEPT = 200
 _MOST_WAITING = 20
 _LONGEST_RESULT = 64 * 2**20
@@ -35,7 +37,6 @@ class UnknownJob(UserError):
 class CommandJob:
     """A waiting, running or ended command."""
 
-    name: str
     settings: Mapping[str, Any]
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     state: str = "running"
@@ -61,13 +62,13 @@ class Jobs:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def start(self, name: str, settings: Mapping[str, Any]) -> CommandJob:
-        """Queue a command with its nested settings.
+    def start(self, settings: Mapping[str, Any]) -> CommandJob:
+        """Queue a replay with its nested settings.
 
         Raises:
             UserError: if too many jobs wait.
         """
-        job = CommandJob(name, settings)
+        job = CommandJob(settings)
         with self._lock:
             if self._closed or sum(queued.state == "running" for queued in self._jobs.values()) >= _MOST_WAITING:
                 raise UserError(f"at most {_MOST_WAITING} jobs wait, these do: try again when some have ended")
@@ -107,7 +108,7 @@ class Jobs:
             job.error = str(error)
         except Exception as error:
             job.state = "failed"
-            job.error = f"{job.name} could not be run ({type(error).__name__}: {error})"
+            job.error = f"{_COMMAND} could not be run ({type(error).__name__}: {error})"
             raise
         finally:
             job.ended.set_result(None)
@@ -118,14 +119,14 @@ class Jobs:
             with self._lock:
                 if self._closed:
                     raise UserError("the board ends: start the job again")
-                process = self._process = stack.enter_context(json_command(job.name, job.settings))
+                process = self._process = stack.enter_context(json_command(_COMMAND, job.settings))
             assert process.stdout is not None and process.stderr is not None
             progress = threading.Thread(target=self._follow, args=(job, process.stderr), daemon=True)
             progress.start()
             output = process.stdout.read(_LONGEST_RESULT)
             code = process.wait()
             progress.join(timeout=1)
-        return read_result(output, f"{job.name} ended with exit code {code} and no result: {job.progress}")
+        return read_result(output, f"{_COMMAND} ended with exit code {code} and no result: {job.progress}")
 
     def _follow(self, job: CommandJob, lines: BinaryIO) -> None:
         """Make the newest line of the command its progress."""

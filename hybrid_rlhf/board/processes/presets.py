@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from hybrid_rlhf.configs.parsing.schema import Layer
 from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 from hybrid_rlhf.configs.pipeline import STEP_NAMES, PipelineConfig, step_config
 from hybrid_rlhf.configs.sections.rules import defaults_of
+from hybrid_rlhf.planning.dotted_keys import setting
 from hybrid_rlhf.runtime.files.reading import read_text
 
 _RECIPES = Path("recipes")
@@ -126,19 +126,14 @@ def _values(config: Any, processes: int) -> dict[str, Any]:
     tree = config_tree(type(config), [] if algorithm is None else ["--algorithm.name", algorithm])
     values: dict[str, Any] = {} if algorithm is None else {"algorithm.name": algorithm}
     for switch, is_on in optional_sections(tree):
-        if is_on != (_value(config, switch) is not None):
+        if is_on != (setting(config, switch) is not None):
             values[switch] = None if is_on else True
     for key, (value, default) in settings_and_defaults(config).items():
         if value != default and key not in _NOT_COPIED:
-            values[key] = _short(_value(config, key))
+            values[key] = _short(setting(config, key))
     if processes != 1:
         values[PROCESSES] = processes
     return values
-
-
-def _value(config: Any, key: str) -> Any:
-    """The value of a dotted key; None in an unused section."""
-    return reduce(lambda place, name: getattr(place, name, None), key.split("."), config)
 
 
 def _short(value: Any) -> Any:

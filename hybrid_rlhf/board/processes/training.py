@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from hybrid_rlhf.board.processes.commands import command_line, start_process
-from hybrid_rlhf.board.processes.form import ReadForm, config_type, read_form
+from hybrid_rlhf.board.processes.form import config_type, read_form
 from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder, RunFolders, run_id
 from hybrid_rlhf.board.runs.reading import open_regular
 from hybrid_rlhf.board.runs.summary import BOARD_LOG, RunSummaries, holding_process
@@ -44,29 +44,29 @@ class Training:
         self._lock = threading.Lock()
         summaries.is_starting = self.is_alive
 
-    def start(self, command: str, values: Mapping[str, Any]) -> str:
-        """Start a run with a form's values and return its id. Without an output_dir, see `unused_folder`.
+    def start(self, command: str, values: Mapping[str, Any], folder: Path | None = None) -> str:
+        """Start a run and return its id.
+
+        Args:
+            command: a training command.
+            values: of its form. Without an output_dir, see `unused_folder`.
+            folder: of the run, which has its data already; None: a new one, output_dir.
 
         Raises:
             UserError: for a wrong value, or an output_dir that is outside of the board's folders or not empty.
         """
-        values = {"output_dir": str(self.unused_folder(command)), **values}
-        form = read_form(command, values)
+        form = read_form(command, {"output_dir": str(folder or self.unused_folder(command)), **values})
         with self._lock:
-            folder = self._folders.make(form.config.output_dir)
-            return self._launch_new(command, folder, form)
+            folder = folder or self._folders.make(form.config.output_dir)
+            settings = folder / BOARD_CONFIG
+            save_config(dataclasses.replace(form.config, output_dir=str(folder)), settings)
+            return self._launch(folder, command_line(command, settings), form.processes)
 
     def unused_folder(self, command: str) -> Path:
         """A folder for a run without output_dir: in the first of the board's folders, with the command's default
         name."""
         default = config_tree(config_type(command)).all_keys()["output_dir"].default
         return self._folders.unused(Path(default).name)
-
-    def start_with(self, command: str, folder: Path, values: Mapping[str, Any]) -> str:
-        """Start a run in a folder that already has its data; see `start`."""
-        form = read_form(command, values)
-        with self._lock:
-            return self._launch_new(command, folder, form)
 
     def stop(self, run: RunFolder) -> None:
         """Ask a run to save and stop.
@@ -114,11 +114,6 @@ class Training:
         """Return True while a process that this board started for a run is alive."""
         process = self._processes.get(run_id)
         return process is not None and process.poll() is None
-
-    def _launch_new(self, command: str, folder: Path, form: ReadForm) -> str:
-        settings = folder / BOARD_CONFIG
-        save_config(dataclasses.replace(form.config, output_dir=str(folder)), settings)
-        return self._launch(folder, command_line(command, settings), form.processes)
 
     def _launch(self, folder: Path, command: list[str], processes: int) -> str:
         write_whole(folder / _LAUNCH, json.dumps({"num_processes": processes}))

@@ -15,7 +15,7 @@ from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.serving.web import StrictBody
 
-_Path = Annotated[str, Field(min_length=1, max_length=4000)]
+ModelPath = Annotated[str, Field(min_length=1, max_length=4000)]
 
 
 class SamplingBody(StrictBody):
@@ -30,10 +30,10 @@ class SamplingBody(StrictBody):
 class BoardChatBody(StrictBody):
     """POST /api/chat."""
 
-    models: list[_Path] = Field(min_length=1, max_length=2)
+    models: list[ModelPath] = Field(min_length=1, max_length=2)
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=1000)
     sampling: SamplingBody = SamplingBody()
-    reward: _Path | None = None
+    reward: ModelPath | None = None
 
 
 def routes(workspace: BoardWorkspace) -> APIRouter:

@@ -14,7 +14,6 @@ from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.serving.web import StrictBody
 
-_COMMAND = "replay"
 _MOST_TEXT = 2_000_000
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -53,19 +52,19 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
     @router.post("/runs/{run_id}/replay")
     def replay(run_id: str, body: SampleBody) -> Response:
         run = folders.get(run_id)
-        return answer({"job": jobs.start(_COMMAND, settings(run, body)).id})
+        return answer({"job": jobs.start(settings(run, body)).id})
 
     @router.post("/runs/{run_id}/branch")
     def branch(run_id: str, body: BranchBody) -> Response:
         run = folders.get(run_id)
         values = {"token": body.token, "n": body.samples, **({"text": body.text} if body.text else {})}
-        return answer({"job": jobs.start(_COMMAND, settings(run, body, branch=values)).id})
+        return answer({"job": jobs.start(settings(run, body, branch=values)).id})
 
     @router.post("/runs/{run_id}/rescore")
     async def rescore(run_id: str, body: RescoreBody) -> Response:
         run = folders.get(run_id)
         values = await asyncio.to_thread(settings, run, body, rescore={"completion": body.completion})
-        job = jobs.start(_COMMAND, values)
+        job = jobs.start(values)
         await asyncio.wrap_future(job.ended)
         if job.error is not None:
             raise UserError(job.error)

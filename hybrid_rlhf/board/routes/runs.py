@@ -5,18 +5,26 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
+from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from hybrid_rlhf.board.routes.answers import answer
+from hybrid_rlhf.board.runs.folders import RunFolder
 from hybrid_rlhf.board.runs.marks import delete_run, read_marks, write_marks
-from hybrid_rlhf.board.runs.summary import printed_text
+from hybrid_rlhf.board.runs.reading import open_regular
+from hybrid_rlhf.board.runs.summary import BOARD_LOG, printed_text
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.files.names import CONFIG_FILE, HTML_FILE, LOG_FILE, METRICS_FILE
 from hybrid_rlhf.serving.web import KnownKeys, StrictBody
 
 _MOST_RUNS = 50
 _MOST_NAMES = 500
 _MOST_FILES = 2000
+_READABLE = (HTML_FILE, LOG_FILE, BOARD_LOG, CONFIG_FILE, METRICS_FILE)
+"""Files of a run that the page links."""
+_FILE_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""A report is a page that whoever may write to the run's folder has written: it runs no script here."""
 _Step = Annotated[int | None, Field(ge=0, lt=2**31)]
 
 
@@ -69,6 +77,7 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
         metrics = workspace.metrics(run)
         summary = summaries.summary(run)
         summary["problem"] = summary["problem"] or metrics.problem
+        printed, printed_file = printed_text(run.folder)
         files = sorted(entry.name + "/" * entry.is_dir() for entry in run.folder.iterdir())
         return answer(
             {
@@ -78,9 +87,14 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
                 "memory_plan": workspace.memory_plan(run),
                 "files": files[:_MOST_FILES],
                 "notes": read_marks(run.folder).get("notes", ""),
-                "printed": printed_text(run.folder),
+                "printed": printed,
+                "printed_file": printed_file,
             }
         )
+
+    @router.get("/runs/{run_id}/files/{name}")
+    def file(run_id: str, name: str) -> Response:
+        return _file(folders.get(run_id), name)
 
     @router.post("/runs/{run_id}/marks")
     def mark(run_id: str, body: MarksBody) -> Response:
@@ -121,3 +135,15 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
         return answer(workspace.metrics(folders.get(run_id)).timeline(query.first, query.last))
 
     return router
+
+
+def _file(run: RunFolder, name: str) -> Response:
+    """A file of a run as a browser shows it."""
+    if name not in _READABLE:
+        raise UserError(f"file must be one of {', '.join(_READABLE)}, got {name[:80]!r}: choose one")
+    try:
+        opened = open_regular(run.folder / name)
+    except OSError as error:
+        raise UserError(f"{name} cannot be read ({error.strerror}): the run may not have written it yet") from None
+    kind = "text/html" if name == HTML_FILE else "text/plain"
+    return StreamingResponse(opened, media_type=kind, headers={"Content-Security-Policy": _FILE_POLICY})

@@ -48,7 +48,7 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
 
     @router.post("/form/check")
     def check(body: FormBody) -> Response:
-        return answer(check_form(body.command, body.values))
+        return answer(check_form(body.command, body.values, folders.require_new))
 
     @router.post("/form/estimate")
     def estimate(body: FormBody) -> Response:

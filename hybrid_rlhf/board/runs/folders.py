@@ -52,24 +52,24 @@ class RunFolders:
                 raise UserError(f"folders must be folders with runs, {root} is none: give for example output")
         self.roots = [root.resolve() for root in roots]
         self._runs: dict[str, RunFolder] = {}
-        self._models: list[Path] = []
-        self._links: list[Path] = []
+        self._models: set[Path] = set()
+        self._links: set[Path] = set()
         self.scan()
 
     def scan(self) -> bool:
         """Look for runs and models; return True if they have changed."""
         runs = dict[str, RunFolder]()
-        models = list[Path]()
-        links = list[Path]()
+        models = set[Path]()
+        links = set[Path]()
         for root in self.roots:
             for folder, names, linked in _folders(root):
-                links += linked
+                links.update(linked)
                 if {CONFIG_FILE, METRICS_FILE, BOARD_CONFIG} & names and len(runs) < _MOST_RUNS:
                     run = RunFolder(run_id(folder), self.name_of(folder), folder)
                     runs.setdefault(run.id, run)
                 if "config.json" in names and any(file.endswith(".safetensors") for file in names):
-                    models.append(folder)
-        changed = runs.keys() != self._runs.keys() or set(links) != set(self._links)
+                    models.add(folder)
+        changed = runs.keys() != self._runs.keys() or links != self._links
         self._runs = runs
         self._models = models
         self._links = links
@@ -92,14 +92,12 @@ class RunFolders:
 
     def models(self) -> list[Path]:
         """Folders below the board's folders that have a model's config and weights."""
-        return sorted(set(self._models))
+        return sorted(self._models)
 
     def linked(self) -> list[Path]:
         """Links to folders that are not below the board's; links are not followed, so their runs are not shown."""
         return [
-            link
-            for link in sorted(set(self._links))
-            if not any(link.resolve().is_relative_to(root) for root in self.roots)
+            link for link in sorted(self._links) if not any(link.resolve().is_relative_to(root) for root in self.roots)
         ]
 
     def name_of(self, folder: Path) -> str:
@@ -113,6 +111,13 @@ class RunFolders:
         Raises:
             UserError: if it lies outside, has files, or cannot be created.
         """
+        return self._new(path, makes=True)
+
+    def require_new(self, path: str) -> None:
+        """Raise UserError for a folder that `make` refuses."""
+        self._new(path, makes=False)
+
+    def _new(self, path: str, *, makes: bool) -> Path:
         shown = path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}... ({len(path)} characters)"
         try:
             new_folder = self.place(path)
@@ -120,7 +125,8 @@ class RunFolders:
                 raise UserError(f"output_dir must lie in {self.roots[0]}, got {shown}: choose another")
             if new_folder.exists() and any(new_folder.iterdir()):
                 raise UserError(f"output_dir must be new, {shown} has files: choose another")
-            new_folder.mkdir(parents=True, exist_ok=True)
+            if makes:
+                new_folder.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise UserError(

@@ -6,6 +6,7 @@ Thinning keeps the smallest and the largest value of each bucket of steps, so th
 from __future__ import annotations
 
 import os
+import re
 import threading
 from array import array
 from collections.abc import Sequence
@@ -21,10 +22,7 @@ Floats = NDArray[np.float64]
 _MOST_NAMES = 2000
 _TIMELINE_POINTS = 500
 _NOT_METRICS = ("step", "time_seconds")
-_TIME = "time/"
-_SECONDS = "_seconds"
-_MEMORY = "memory/"
-_GIB = "_gib"
+_TIMELINE = re.compile("time/(?P<phases>.+)_seconds|memory/(?P<memory>.+)_gib")
 _NOT_PHASES = ("time/step_seconds", "time/hidden_generation_seconds")
 """Metrics that are not phases: the sum of the phases, and concurrent work."""
 
@@ -133,21 +131,17 @@ class MetricsFile:
 
     def timeline(self, first: int | None, last: int | None) -> dict[str, Any]:
         """Seconds of each phase, and memory, by step; means of neighbours if there are many steps."""
-        shown = [
-            name
-            for name in self.names()
-            if (name.startswith(_TIME) and name.endswith(_SECONDS) and name not in _NOT_PHASES)
-            or (name.startswith(_MEMORY) and name.endswith(_GIB))
-        ]
-        steps, _, values = self.columns(shown, first=1 if first is None else first, last=last)
+        shown = [match for name in self.names() if name not in _NOT_PHASES and (match := _TIMELINE.fullmatch(name))]
+        names = [match[0] for match in shown]
+        steps, _, values = self.columns(names, first=1 if first is None else first, last=last)
         if len(steps) > _TIMELINE_POINTS:
             starts = np.linspace(0, len(steps), _TIMELINE_POINTS, endpoint=False).astype(np.int64)
             steps = steps[starts]
             values = {name: _means(value, starts) for name, value in values.items()}
         parts: dict[str, dict[str, list[float | None]]] = {"phases": {}, "memory": {}}
-        for name, column in values.items():
-            part, prefix, suffix = ("phases", _TIME, _SECONDS) if name.startswith(_TIME) else ("memory", _MEMORY, _GIB)
-            parts[part][name.removeprefix(prefix).removesuffix(suffix)] = [finite(value) for value in column]
+        for match in shown:
+            part = match.lastgroup or ""
+            parts[part][match[part]] = [finite(value) for value in values.get(match[0], ())]
         return {"steps": steps.tolist(), **parts}
 
 

@@ -71,7 +71,13 @@ class SavedModels:
     def shown(self) -> list[dict[str, Any]]:
         """GET /api/models."""
         return [
-            {"path": model.path, "name": model.name, "kind": model.kind, "system": _system_prompt(model.run)}
+            {
+                "path": model.path,
+                "name": model.name,
+                "kind": model.kind,
+                "system": _system_prompt(model.run),
+                "prompts": None if model.run is None else _prompts_of(self.summaries.config(model.run)[0]),
+            }
             for model in self.all()
         ]
 
@@ -110,6 +116,15 @@ def _kind(architectures: Any) -> Kind | None:
     if any("CausalLM" in name for name in names):
         return "chat"
     return "reward" if any(name.endswith("ForSequenceClassification") for name in names) else None
+
+
+def _prompts_of(config: dict[str, Any]) -> str | None:
+    """The first data that a run was evaluated or trained on."""
+    data = config.get("data")
+    sources = [*(data.get("eval_sources") or []), *(data.get("sources") or [])] if isinstance(data, dict) else []
+    first = sources[0] if sources else None
+    path = first.get("path") if isinstance(first, dict) else first
+    return path if isinstance(path, str) else None
 
 
 def _system_prompt(run: RunFolder | None) -> str | None:

@@ -33,6 +33,8 @@ COMMANDS = {name: STEPS[name] for name in ("rl", "sft", "reward", "preference")}
 """The config of each training command."""
 BOARD_LOG = "board.log"
 """Output of a run that the board started."""
+_WRITTEN = (METRICS_FILE, CONFIG_FILE, LOG_FILE, BOARD_LOG)
+"""The newest of them tells when a run was last alive."""
 _SERVICE = "train-server"
 """The command of a training server, whose folder is shown as that of a run, but cannot be started by the board."""
 _PRINTED_BYTES = 10_000
@@ -45,7 +47,9 @@ _LAST_VALUES = (
     "objective/scores",
     "objective/kl",
     "completions/mean_length",
-    "train/loss",
+    "sft/loss",
+    "reward/loss",
+    "preference/loss",
     "eval/loss",
     "eval/accuracy",
 )
@@ -118,7 +122,8 @@ class RunSummaries:
             "model": _text_or_number(config, "path") if serves else _text_or_number(config, "model", "path"),
             "seed": _text_or_number(config, "seed"),
             "started_seconds": _changed(run.folder / CONFIG_FILE),
-            "updated_seconds": _changed(run.folder / METRICS_FILE) or _changed(run.folder / CONFIG_FILE),
+            "updated_seconds": max(_changed(run.folder / name) or 0.0 for name in _WRITTEN) or None,
+            "step_seconds": finite(number(values.get("time/step_seconds"))),
             "has_samples": file_size(run.folder / SAMPLES_FILE) > 0,
             "samples_problem": file_problem(run.folder / SAMPLES_FILE),
             "has_tokens": next((run.folder / "tokens").glob("step_*.safetensors"), None) is not None,
@@ -224,9 +229,10 @@ def holding_process(run: RunFolder) -> psutil.Process | None:
         return None
 
 
-def printed_text(folder: Path) -> str | None:
-    """The end of the output of a run that the board started, as a terminal shows it; None for other runs."""
-    return _end_of(folder / BOARD_LOG)
+def printed_text(folder: Path) -> tuple[str | None, str | None]:
+    """The end of a run's output as a terminal shows it, and its file: that of the board's process, or else the log."""
+    found = ((_end_of(folder / name), name) for name in (BOARD_LOG, LOG_FILE))
+    return next((text_and_name for text_and_name in found if text_and_name[0] is not None), (None, None))
 
 
 def _end_of(path: Path) -> str | None:
@@ -246,7 +252,7 @@ def _end_of(path: Path) -> str | None:
 
 def _printed_error(folder: Path) -> str | None:
     """The error that ended a run that the board started; None without one."""
-    lines = (printed_text(folder) or "").splitlines()
+    lines = (_end_of(folder / BOARD_LOG) or "").splitlines()
     return next((line[:1000] for line in reversed(lines) if line.startswith("error: ")), None)
 
 

@@ -70,6 +70,7 @@ class Samples:
             **_shared(row, position),
             "prompt": prompt_messages(row),
             "completion": str(row["completion"]),
+            "columns": columns if isinstance(columns := row.get("columns"), dict) else {},
             "advantage": finite(number(row.get("advantage"))),
             "weight_versions": row.get("weight_versions"),
             "tokens": self._tokens.shown(step, position),

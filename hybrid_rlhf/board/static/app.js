@@ -10,7 +10,7 @@ import { SHORTCUTS, moveFocus, useKeys } from "./core/keys.js";
 import { go, link, useRoute } from "./core/route.js";
 import { useSetting } from "./core/settings.js";
 import { nextTheme, useTheme } from "./core/theme.js";
-import { Dialog, Empty, Toggle, focusSearch } from "./parts/basic.js";
+import { Dialog, Empty, ErrorLine, Toggle, focusSearch } from "./parts/basic.js";
 import { Chat } from "./views/chat.js";
 import { Curves } from "./views/curves.js";
 import { Diff } from "./views/diff.js";
@@ -39,6 +39,7 @@ const VIEWS = {
 };
 const PARENTS = { run: "runs", diff: "runs", sample: "rollouts", prompt: "rollouts" };
 const JUMP_MS = 1200;
+const LOST_MS = 3000;
 const THEME_NAMES = { system: "System", light: "Light", dark: "Dark" };
 
 function Navigation({ path, runs, open, onLeave }) {
@@ -60,9 +61,17 @@ function Help({ onClose }) {
   </${Dialog}>`;
 }
 
-/** What the server's stream of events does; silent until it has been lost once or found. */
-function Connection() {
+/** Whether the server's stream of events arrives; a line over the page once it has been lost for a moment. */
+function Connection({ onLost }) {
   const connected = useConnected();
+  const found = useRef(false);
+  useEffect(() => {
+    found.current ||= connected;
+    onLost(false);
+    if (connected || !found.current) return undefined;
+    const timer = setTimeout(() => onLost(true), LOST_MS);
+    return () => clearTimeout(timer);
+  }, [connected]);
   return html`<span class=${`connection ${connected ? "on" : ""}`} role="status">
     <span class="dot" aria-hidden="true"></span><span class="connection-text">${connected ? "Live" : "Connecting"}</span></span>`;
 }
@@ -72,6 +81,7 @@ function Frame() {
   const { choice } = useTheme();
   const [help, setHelp] = useState(false);
   const [menu, setMenu] = useState(false);
+  const [lost, setLost] = useState(false);
   const jump = useRef(0);
   const main = useRef(null);
   const known = VIEWS[path];
@@ -112,7 +122,7 @@ function Frame() {
     <a class="skip" href="#view-title" onClick=${(event) => { event.preventDefault(); main.current.querySelector("h1")?.focus(); }}>Skip to content</a>
     <header class="top">
       <a class="brand" href=${link("runs")}><img src="/static/icon.svg" alt="" width="22" height="22" />Board</a>
-      <${Connection} />
+      <${Connection} onLost=${setLost} />
       <div class="top-actions">
         <button class="button quiet" onClick=${nextTheme} aria-label=${`Theme: ${THEME_NAMES[choice]}. Change`}>${THEME_NAMES[choice]}</button>
         <button class="button quiet" onClick=${() => setHelp(true)} aria-label="Keyboard shortcuts">?</button>
@@ -121,7 +131,7 @@ function Frame() {
     </header>
     <div class="body">
       <${Navigation} path=${path} runs=${query.run} open=${menu} onLeave=${(event) => event.target.closest("a") && setMenu(false)} />
-      <main ref=${main}>${View ? html`<${View} query=${query} />` : html`<h1 tabindex="-1">Not found</h1>
+      <main ref=${main}>${lost && html`<${ErrorLine} text="The board does not answer: what is shown may be old. Is hybrid-rlhf board still running?" />`}${View ? html`<${View} query=${query} />` : html`<h1 tabindex="-1">Not found</h1>
         <${Empty} title="There is no such view">Choose one in the navigation.</${Empty}>`}</main>
     </div>
     ${help && html`<${Help} onClose=${() => setHelp(false)} />`}`;

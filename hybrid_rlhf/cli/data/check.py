@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from hybrid_rlhf.data.preparation.checking import CheckReport, RowPreview
 
-_LEARNED = {"sft": "loss", "preference": "loss", "reward": "compared", "rl": ""}
 _SHOWN_CHARACTERS = 600
 _BAR = 40
 
@@ -82,6 +81,7 @@ def _document(report: CheckReport) -> dict[str, Any]:
             {
                 "location": preview.location,
                 "tokens": preview.tokens,
+                "learned_as": preview.learned_as,
                 "spans": [{"text": text, "learned": learned} for text, learned in preview.spans],
             }
             for preview in report.previews
@@ -103,11 +103,11 @@ def _text(report: CheckReport, *, has_tokenizer: bool) -> str:
     console = Console(soft_wrap=True, highlight=False)
     with console.capture() as captured:
         for line in _summary(report):
-            console.print(Text(line))
+            console.print(Text(line), soft_wrap=not console.is_terminal)
         if not has_tokenizer:
             console.print("give --tokenizer MODEL for lengths, loss masks and previews")
         for preview in report.previews:
-            _print_preview(console, preview, _LEARNED[report.task])
+            _print_preview(console, preview, has_loss=report.task in ("sft", "preference"))
         findings = {
             "duplicate row": report.duplicates,
             "overlapping held-out row": report.overlap,
@@ -155,13 +155,14 @@ def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def _print_preview(console: Console, preview: RowPreview, learned: str) -> None:
+def _print_preview(console: Console, preview: RowPreview, *, has_loss: bool) -> None:
     """Print the spans of a row; learned spans are green and marked in the margin."""
     from rich.text import Text
 
-    about = f", {preview.learned_tokens:,} with {learned}" if learned == "loss" else ""
+    learned = preview.learned_as
+    about = f", {preview.learned_tokens:,} with loss" if has_loss else ""
     console.print(Text(f"\n{preview.location}: {preview.tokens:,} tokens{about}", style="bold"))
-    margin = len(learned) + 2
+    margin = len(learned) + 2 if preview.learned_tokens else 0
     for text, is_learned in preview.spans:
         if len(text) > _SHOWN_CHARACTERS:
             text = f"{text[: _SHOWN_CHARACTERS // 2]} ... {text[-_SHOWN_CHARACTERS // 2 :]}"

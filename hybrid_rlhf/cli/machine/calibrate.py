@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 from hybrid_rlhf.configs.pipeline import CalibrateConfig, LauncherConfig
 from hybrid_rlhf.runtime.command_line import command
+from hybrid_rlhf.runtime.observability.logs import LOADING_LIBRARIES, logger
 from hybrid_rlhf.runtime.output import print_result
 
 _CPU_RANKS = 4
@@ -18,6 +19,7 @@ _CPU_RANKS = 4
 def main(config: CalibrateConfig) -> None:
     """Measure unless this machine has stored measurements, then the network between hosts if there are any; print the
     path."""
+    logger.info(LOADING_LIBRARIES)
     import torch
 
     from hybrid_rlhf.cli.machine.link import measure_link, measure_network
@@ -34,10 +36,14 @@ def main(config: CalibrateConfig) -> None:
         return
     with TemporaryDirectory(prefix="hybrid_rlhf_") as folder:
         if machine is None:
-            link = measure_link(LauncherConfig(num_processes=ranks), Path(folder)) if ranks > 1 else None
+            link = None
+            if ranks > 1:
+                logger.info("measuring the link between %s ranks (1 of 2, both take less than a minute)", ranks)
+                link = measure_link(LauncherConfig(num_processes=ranks), Path(folder))
+            logger.info("measuring products, memory and launches%s", " (2 of 2)" * (ranks > 1))
             machine = calibrate(ranks, link)
         if config.hostfile is not None:
-            print(f"the link between the hosts of {config.hostfile}")
+            logger.info("measuring the link between the hosts of %s", config.hostfile)
             machine = machine.with_measured_network(*measure_network(config.hostfile, Path(folder)))
     save_machine(machine, ranks, config.cache_dir)
     lines = [

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 from hybrid_rlhf.configs.pipeline import STEPS, PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import is_automatic
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.runtime.command_line import changed_settings, parse_config, user_errors
-from hybrid_rlhf.runtime.files.reading import read_text
+from hybrid_rlhf.runtime.command_line import changed_settings, parse_config, read_file, user_errors
+from hybrid_rlhf.runtime.observability.logs import LOADING_LIBRARIES, log_to_stderr, logger
 from hybrid_rlhf.runtime.output import print_result
 from hybrid_rlhf.runtime.placement import Placement, placed_roles, resolve_placement
 
@@ -60,17 +59,21 @@ _OWN = {option.name for option in fields(PlanConfig)} - {option.name for option 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Print the plan of the line that `train` would run; exit code 1 if it does not fit as configured, or under
     `placement: auto` if no placement fits."""
-    with user_errors():
+    with user_errors(), log_to_stderr():
         words = list(sys.argv[1:] if argv is None else argv)
         name = words.pop(0) if words and words[0] in STEPS else _step_of_files(words)
         if name is None:
             config, steps = train.pipeline(PlanConfig, words, prog=prog)
         else:
             config, steps = _single(name, words, prog=prog)
+        logger.info(LOADING_LIBRARIES)
         from hybrid_rlhf.planning.memory_table import table
 
-        machine, rank = planned_machine(config)
-        planner, planned = planned_phases(config, steps, rank)
+        logger.info("planning %s", ", ".join(config.step_names))
+        machine, rank = planned_machine(config, steps[config.step_names[-1]].data.cache_dir)
+        planner = planner_of(config, steps, rank)
+        steps, sizes = _sized(planner, {name: steps[name] for name in config.step_names}, machine)
+        planned = {name: planner.phases(step) for name, step in steps.items()}
         planning = None if machine is None else _Placements(config, planner, machine)
         per_host = rank.cluster.ranks_per_host if machine is None else machine.ranks_per_host
         advised = _advised(planner, planned, steps, planning, per_host)
@@ -78,6 +81,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         if answer is not None and answer.configured is None:
             planned["rl"] = [*answer.result.ranked[0].memory.phases]
         lines, fits = table(rank, planned, advised, single=name is not None)
+        lines += sizes
         if "rl" in planned:
             key = "placement" if name is not None else "rl.placement"
             if answer is not None and answer.best is not None and not all(phase.fits for phase in planned["rl"]):
@@ -88,14 +92,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         sys.exit(0 if fits else 1)
 
 
-def planned_phases(
-    config: PlanConfig, steps: Mapping[str, Any], machine: Device
-) -> tuple[Planner, dict[str, list[PhaseMemory]]]:
-    """The planner of a machine, and the phases of each step that would run.
+def planner_of(config: PlanConfig, steps: Mapping[str, Any], machine: Device) -> Planner:
+    """The planner of a machine, for the steps that would run.
 
     Raises:
-        UserError: for a local source that cannot be read, a placement that the ranks do not have, or one that does not
-            fit the other settings.
+        UserError: for a local source that cannot be read.
     """
     from hybrid_rlhf.cli.runs.checks import check_sources
     from hybrid_rlhf.planning.memory_table import starts_of
@@ -108,8 +109,22 @@ def planned_phases(
         for name in config.step_names
         if changed_settings(steps[name]) or not (Path(steps[name].output_dir) / "finished.json").exists()
     ]
-    planner = Planner(machine, starts=starts_of(steps, anew))
-    return planner, {name: planner.phases(steps[name]) for name in config.step_names}
+    return Planner(machine, starts=starts_of(steps, anew))
+
+
+def _sized(planner: Planner, steps: Mapping[str, Any], machine: Machine | None) -> tuple[dict[str, Any], list[str]]:
+    """The steps with the sizes of micro-batches that runs take on a GPU, and a line on each that is not given."""
+    from hybrid_rlhf.planning.micro_batches import has_size, with_micro_batches
+    from hybrid_rlhf.runtime.observability.profiling import peak_flops
+
+    sized = dict(steps)
+    lines = []
+    for name, step in steps.items():
+        if planner.machine.device.type == "cuda" and not has_size(step):
+            flops = peak_flops(planner.machine.device) if machine is None else machine.tflops * 1e12
+            sized[name], why = with_micro_batches(step, planner, flops)
+            lines.append(f"  {name}: train.micro_batch_tokens {sized[name].train.micro_batch_tokens:,}: {why}")
+    return sized, lines
 
 
 def _single(name: str, words: Sequence[str], *, prog: str | None) -> tuple[PlanConfig, dict[str, Any]]:
@@ -135,7 +150,7 @@ def _step_of_files(words: Sequence[str]) -> str | None:
     """
     files = [after for word, after in itertools.pairwise(words) if word == "--config"]
     files += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
-    keys = {key for file in files for key in parse_yaml(read_text(file, "--config must name a file"), file)}
+    keys = {key for file in files for key in read_file(file)}
     if not keys - {field.name for field in fields(PlanConfig)}:
         return None
     fitting = [name for name, kind in STEPS.items() if keys <= {field.name for field in fields(kind)}]
@@ -147,16 +162,24 @@ def _step_of_files(words: Sequence[str]) -> str | None:
     return fitting[0] if fitting else None
 
 
-def planned_machine(config: PlanConfig) -> tuple[Machine | None, Device]:
-    """The machine that a config names (None if this one is not measured), and the memory of a rank."""
+def planned_machine(config: PlanConfig, cache_dir: str | None = None) -> tuple[Machine | None, Device]:
+    """The machine that a config names, and the memory of a rank.
+
+    Args:
+        config: of the plan.
+        cache_dir: folder where the measurements of this machine are looked for before the default one.
+
+    Returns:
+        the machine, or None if this one is not measured; and one of its ranks.
+    """
     from hybrid_rlhf.planning.machine import sheet_of
     from hybrid_rlhf.planning.memory_table import this_machine
-    from hybrid_rlhf.planning.stored import load_machine
+    from hybrid_rlhf.planning.stored import own_machine
 
     rank = this_machine(config)
     if config.machine == "this":
-        machine = load_machine()
-        if machine is None or machine.type != rank.device.type:
+        machine = own_machine(cache_dir, rank.device)
+        if machine is None:
             return None, rank
     else:
         machine = sheet_of(config.machine)
@@ -194,7 +217,7 @@ def _advised(
 
 @dataclass(frozen=True)
 class _Placements:
-    """Placements of an RL step on a machine with curves."""
+    """Placements of an RL step on a machine whose speed is known."""
 
     config: PlanConfig
     planner: Planner

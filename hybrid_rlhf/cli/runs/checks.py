@@ -18,6 +18,9 @@ from typing import Any
 
 from hybrid_rlhf.cli.runs.processes import tee
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.building import config_tree
+from hybrid_rlhf.configs.parsing.schema import with_prefix
+from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.runtime.command_line import parse_config, save_config, user_errors
@@ -73,26 +76,17 @@ def check_sources(steps: Mapping[str, Any]) -> None:
 def _require_models(steps: Mapping[str, Any]) -> None:
     """Require the models that steps load, but for those below a step's folder, which it writes, and those of a step
     that starts from another run's."""
-    from hybrid_rlhf.models.pretrained.names import require_model
+    from hybrid_rlhf.models.pretrained.names import named_models, require_model
 
     written = [Path(os.path.realpath(step.output_dir)) for step in steps.values()]
     for name, step in steps.items():
         if step.resume not in ("never", "auto"):
             continue
         with _named(name):
-            for path in filter(None, _model_paths(step)):
+            for _, path in named_models(step):
                 place = Path(os.path.realpath(user_path(path)))
                 if not any(place.is_relative_to(folder) for folder in written):
                     require_model(path)
-
-
-def _model_paths(step: Any) -> Iterator[str | None]:
-    """The models that a step loads, as the user has named them; None: not named."""
-    for name in ("model", "critic", "reference", "teacher"):
-        yield getattr(getattr(step, name, None), "path", None)
-    yield getattr(getattr(step, "distill", None), "teacher", None)
-    if isinstance(step, RLConfig):
-        yield from (component.model for component in step.reward.named)
 
 
 def load_user_code(config: RLConfig) -> None:
@@ -149,7 +143,7 @@ def _check_rows(name: str, step: Any) -> None:
         return
     rows = most_rows(name, step.data, known, step.seed)
     if name == "rl":
-        step.rollout.require_prompts(rows * (step.train.epochs or 1))
+        step.rollout.require_prompts(int(rows * (step.train.epochs or 1)))
     elif rows >= step.train.global_batch_size:
         return
     elif name == "sft":  # a chat template may turn each assistant turn into a row
@@ -190,7 +184,13 @@ def _named(step: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"step {step}: {error}") from error
+        raise UserError(f"step {step}: {step_keys(str(error), step)}") from error
+
+
+def step_keys(text: str, step: str) -> str:
+    """A step's message with its keys as `train` has them."""
+    tree = config_tree(PipelineConfig)
+    return with_prefix(text, tree.sections[step], tree)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ def _be_a_rank(config: ReplayConfig, scratch: Path) -> None:
 
 def _result(config: ReplayConfig, scratch: Path) -> dict[str, Any]:
     """The result of the command as a JSON object. Every rank calls."""
+    from hybrid_rlhf.planning.automatic import choose_placement
     from hybrid_rlhf.rl.replay.branching import branch
     from hybrid_rlhf.rl.replay.recorded import RecordedStep
     from hybrid_rlhf.rl.replay.replaying import replayed_step
@@ -92,7 +93,7 @@ def _result(config: ReplayConfig, scratch: Path) -> dict[str, Any]:
     run = scratch / "run"
     if config.rescore is not None:
         return dataclasses.asdict(rescore(recorded, config.index[0], config.rescore.completion, run))
-    with replayed_step(recorded, run) as replayed:
+    with replayed_step(recorded, run, choose_placement=choose_placement) as replayed:
         samples = [replayed.sample(index) for index in config.index or range(len(recorded.rows))]
         identical = all(sample.identical for sample in samples)
         if config.branch is not None:
@@ -113,15 +114,11 @@ def _lines(config: ReplayConfig, result: dict[str, Any]) -> list[str]:
         parts = (f"{name} {value}" for name, value in result["components"].items())
         return [f"score {result['score']}  ({', '.join(parts)})"]
     if "completions" in result:
-        lines_of_completions = [
+        lines = [
             f"{number}: score {completion['score']}  {completion['text']!r}"
             for number, completion in enumerate(result["completions"])
         ]
-        return (
-            lines_of_completions
-            if result["identical"]
-            else [*lines_of_completions, "the sample itself is not identical when it is replayed"]
-        )
+        return lines + ["the sample itself is not identical when it is replayed"] * (not result["identical"])
     samples = result.get("samples", [result])
     differing = [sample for sample in samples if not sample["identical"]]
     lines = [

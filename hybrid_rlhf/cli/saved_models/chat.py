@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.reading import user_path
+from hybrid_rlhf.runtime.observability.logs import LOADING_LIBRARIES, logger
 from hybrid_rlhf.runtime.output import print_document, wants_json
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ HELP = """\
 /score [MODEL]    score the last replies by a reward model, the last one named
 /save FILE        write the conversation as JSON
 /help             list the commands
-/quit             quit (also Ctrl-D); Ctrl-C stops a reply"""
+/quit             quit (also Ctrl-D); Ctrl-C stops a reply, or clears the line"""
 Replies = Mapping[str, Generator[str, None, None]]
 """Pieces of each model's reply, by its name."""
 
@@ -86,10 +87,7 @@ class JSONView:
 
     def read(self) -> str:
         """Read a line of standard input: a message or a command."""
-        line = sys.stdin.readline()
-        if not line:
-            raise EOFError
-        return line.strip()
+        return input().strip()
 
     def show(self, text: str) -> None:
         """Print an event with a line of the program."""
@@ -117,6 +115,7 @@ class JSONView:
 @command(ChatConfig, positional=("path", "compare"))
 def main(config: ChatConfig) -> None:
     """Load the model and chat."""
+    logger.info(LOADING_LIBRARIES)
     from hybrid_rlhf.cli.saved_models.loading import find_model, load_engine, load_scorer
     from hybrid_rlhf.data.chat.conversation import encode_prompt
     from hybrid_rlhf.generation.chat import ChatSession

@@ -11,6 +11,7 @@ from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.parsing.building import plain
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.atomic import output_file, write_whole
+from hybrid_rlhf.runtime.observability.logs import LOADING_LIBRARIES, logger
 from hybrid_rlhf.runtime.output import print_result
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 @command(EvaluateConfig, positional="path")
 def main(config: EvaluateConfig) -> None:
     """Measure the model, and print the results."""
+    logger.info(LOADING_LIBRARIES)
     output = None
     if config.output is not None:
         output = output_file(config.output, "--output", overwrite=config.overwrite)

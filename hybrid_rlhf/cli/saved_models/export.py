@@ -12,6 +12,7 @@ from hybrid_rlhf.configs.inference import ExportConfig
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.atomic import whole_folder
 from hybrid_rlhf.runtime.files.reading import user_path
+from hybrid_rlhf.runtime.observability.logs import LOADING_LIBRARIES, logger
 from hybrid_rlhf.runtime.output import print_result
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def main(config: ExportConfig) -> None:
     output = user_path(config.output)
     if output.exists():
         raise UserError(f"--output must not exist, {config.output} does: choose another, or remove it")
+    logger.info(LOADING_LIBRARIES)
     import torch
 
     from hybrid_rlhf.cli.saved_models.export_check import check_export, require_program
@@ -59,9 +61,12 @@ def main(config: ExportConfig) -> None:
     role: Architecture = "scorer" if is_scorer(source) else "causal_lm"
     if config.check and role == "scorer":
         raise UserError(f"--check compares completions, {config.path} is a reward model: leave it out")
+    logger.info("reading %s", config.path)
     lm = _load(path, role, config, torch.float32 if wide else stored)
     if config.adapter is not None:
+        logger.info("merging %s", config.adapter)
         lm = merge_adapter(lm, config.adapter)
+    logger.info("writing %s (%s)%s", output, dtype, " and reading it back" * (config.format == "gguf"))
     result: dict[str, Any] = {"output": str(output), "format": config.format, "dtype": dtype}
     if config.format == "gguf":
         result["logprob_change"] = write_gguf(
@@ -77,6 +82,7 @@ def main(config: ExportConfig) -> None:
     if not config.check:
         print_result(result, text)
         return
+    logger.info("comparing completions of %s and %s", config.path, output)
     del lm  # the reference is another model: merging has changed this one
     reference = _with_adapter(_load(path, "causal_lm", config, torch.float32), config.adapter)
     found = check_export(output, reference, tokenizer, dtype=dtype, trust_remote_code=config.trust_remote_code)
@@ -129,16 +135,18 @@ def _save_folder(
     from hybrid_rlhf.engines.partition import full_tensors
     from hybrid_rlhf.models.pretrained.adapters import probe_logits, require_equal_logits
     from hybrid_rlhf.models.pretrained.saving import save_model
+    from hybrid_rlhf.runtime.observability.progress import ProgressLog
     from hybrid_rlhf.runtime.world import solo_world
 
     world = solo_world(torch.device("cpu"))
     for part in (lm.config, *(getattr(lm.config, name) for name in lm.config.sub_configs)):
         if part is not None:
             part.dtype = dtype
+    progress = ProgressLog(f"writing {output}", total=len([*lm.parameters()]), unit="tensors")
     with whole_folder(output) as beside:
         save_model(
             beside,
-            ((name, _converted(name, weight, dtype)) for name, weight in full_tensors(lm, world)),
+            ((name, _converted(name, weight, dtype)) for name, weight in progress.track(full_tensors(lm, world))),
             lm=lm,
             tokenizer=tokenizer,
             world=world,

@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import encode_prompt, stop_token_ids
 from hybrid_rlhf.models.pretrained.folders import load_config
 from hybrid_rlhf.models.pretrained.loading import auto_class
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 PROMPTS = (
     "Hello, who are you?",
@@ -108,7 +109,7 @@ def _compared(
     equal = 0
     rounded = 0
     faults = list[str]()
-    for text in PROMPTS:
+    for text in ProgressLog("comparing completions", total=len(PROMPTS), unit="prompts").track(PROMPTS):
         prompt = encode_prompt([{"role": "user", "content": text}], tokenizer)
         expected = own(prompt)
         found = greedy(encode_prompt([{"role": "user", "content": text}], read))

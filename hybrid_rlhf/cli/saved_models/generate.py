@@ -8,18 +8,21 @@ from typing import Any
 from hybrid_rlhf.configs.inference import GenerateConfig
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.observability.logs import LOADING_LIBRARIES, logger
 from hybrid_rlhf.runtime.output import print_result
 
 
 @command(GenerateConfig, positional="path")
 def main(config: GenerateConfig) -> None:
     """Complete the prompts, and print or write them."""
+    logger.info(LOADING_LIBRARIES)
     from hybrid_rlhf.cli.saved_models.loading import load_engine
     from hybrid_rlhf.data.chat.conversation import encode_prompt
     from hybrid_rlhf.data.chat.reasoning import text_decoder
     from hybrid_rlhf.data.rows.files import json_line, rows_file
     from hybrid_rlhf.data.rows.formats import read_prompt_row
     from hybrid_rlhf.data.rows.sources import open_source
+    from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
     output = None if config.output is None else rows_file(config.output, overwrite=config.overwrite)
     located_rows = open_source(config.input) if config.input is not None else [("--prompt", {"prompt": config.prompt})]
@@ -28,7 +31,8 @@ def main(config: GenerateConfig) -> None:
     prompts = [encode_prompt(prompt.messages, tokenizer, tools=prompt.tools) for _, prompt in rows]
     shown = text_decoder(tokenizer)
     start = time.perf_counter()
-    completions = engine.generate(prompts, config.sampling)
+    progress = ProgressLog("completing", total=len(prompts) * config.sampling.n, unit="completions")
+    completions = engine.generate(prompts, config.sampling, on_completed=progress.advance)
     seconds = time.perf_counter() - start
     completed: list[dict[str, Any]] = []
     for (row, _), samples in zip(rows, completions, strict=True):

@@ -17,6 +17,7 @@ from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_co
 from hybrid_rlhf.models.pretrained.loading import is_scorer, load_model, training_dtype
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import default_device, solo_world
 from hybrid_rlhf.serving.saved_scorer import SavedScorer
 
@@ -85,6 +86,7 @@ def engine_at(
     Raises:
         UserError: for a reward model, whose language model head would be random; for an unsuitable adapter.
     """
+    logger.info("loading %s (%s on %s)", place.name, str(place.dtype).removeprefix("torch."), place.device)
     if place.scores:
         raise UserError(
             f"a model that answers must have a language model head, {place.name} is a reward model: give a causal LM"
@@ -107,6 +109,7 @@ def engine_at(
 
 def load_lm(place: Place) -> PreTrainedModel:
     """The causal LM of a place, on its device."""
+    logger.info("loading %s", place.name)
     config = ModelConfig(path=place.path, trust_remote_code=place.trust_remote_code)
     lm, _ = load_model(place.path, "causal_lm", config=config, dtype=place.dtype)
     return lm.to(place.device).eval()  # type: ignore[arg-type]
@@ -118,6 +121,7 @@ def load_scorer(place: Place) -> SavedScorer:
     Raises:
         UserError: if it has no score head.
     """
+    logger.info("loading %s", place.name)
     return SavedScorer(
         place.path,
         place.tokenizer,

@@ -10,6 +10,8 @@ import contextlib
 import os
 import re
 import signal
+import sys
+import termios
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import FrameType
 
@@ -54,12 +56,18 @@ class Terminal:
             completer=NestedCompleter.from_nested_dict(choices),
             key_bindings=_keys(),
             multiline=True,
-            prompt_continuation="...> ",
+            prompt_continuation=_continuation,
         )
 
     def read(self) -> str:
-        """Read several lines: Enter sends; Alt-Enter, or Enter after a backslash, begins a line."""
-        return self._prompt.prompt(FormattedText([("", "\n"), ("bold", "you> ")])).strip()
+        """Read several lines: Enter sends; Alt-Enter, or Enter after a backslash, begins a line. Ctrl-C clears them; on
+        an empty line it is asked for twice, which raises KeyboardInterrupt."""
+        prompt = FormattedText([("", "\n"), ("bold", "you> ")])
+        try:
+            return self._prompt.prompt(prompt).strip()
+        except KeyboardInterrupt:
+            self.show("press Ctrl-C again, or Ctrl-D, to quit; /save FILE keeps the conversation")
+            return self._prompt.prompt(prompt).strip()
 
     def show(self, text: str) -> None:
         """Print a line, without control characters."""
@@ -72,6 +80,7 @@ class Terminal:
         pending = dict(replies)
         try:
             with (
+                _quiet_keyboard(),
                 _first_interrupt_noted() as interrupted,
                 Live(console=self._console, refresh_per_second=10, transient=True) as live,
             ):
@@ -125,6 +134,20 @@ def _first_interrupt_noted() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextlib.contextmanager
+def _quiet_keyboard() -> Iterator[None]:
+    """Context in which the terminal shows no keys, and Ctrl-C discards no output: either would move the live reply."""
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    quiet = before.copy()
+    quiet[3] = (before[3] | termios.NOFLSH) & ~termios.ECHO
+    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
 class _Tail:
     """The end of something, as much as fits on the screen."""
 
@@ -151,8 +174,20 @@ def _side_by_side(texts: Mapping[str, str], notes: Mapping[str, str]) -> Rendera
     return table
 
 
+def _continuation(width: int, line: int, wraps: int) -> str:
+    """What stands before a line that continues the input: nothing before the rest of a long one."""
+    return " " * width if wraps else "...> "
+
+
 def _keys() -> KeyBindings:
     keys = KeyBindings()
+
+    @keys.add("c-c")
+    def _(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt())
 
     @keys.add("enter")
     def _(event: KeyPressEvent) -> None:

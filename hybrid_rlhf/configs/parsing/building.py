@@ -16,7 +16,8 @@ from types import NoneType
 from typing import Any, Literal, TypeVar
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.schema import Layer, Section, find_hints, resolve, unknown_key
+from hybrid_rlhf.configs.parsing.other_systems import advice
+from hybrid_rlhf.configs.parsing.schema import Layer, Section, find_hints, resolve, unknown_key, with_prefix
 from hybrid_rlhf.configs.parsing.values import check_values, is_text
 from hybrid_rlhf.configs.parsing.yaml_text import yaml_value
 from hybrid_rlhf.configs.sections.hints import is_list, options_of
@@ -32,7 +33,7 @@ def build_config(config_type: type[ConfigT], layers: Sequence[Layer]) -> ConfigT
         UserError: for an unknown key, a wrong value, or a rule of the config.
     """
     tree = resolve(config_type, layers)
-    config: ConfigT = _instance(tree)
+    config: ConfigT = _instance(tree, tree)
     check_values(config)
     return config
 
@@ -55,14 +56,14 @@ def plain(config: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
     """A config as nested keys and plain values; `keys` are the keys that its place reads, None for all."""
     content: dict[str, Any] = {}
     for declared in dataclasses.fields(config):
-        value = getattr(config, declared.name)
-        marks = marks_of(declared)
         if keys is not None and declared.name not in keys:
             continue
+        value = getattr(config, declared.name)
+        marks = marks_of(declared)
         if marks.read is not None and value is not None:
             value = value.as_given()
         if dataclasses.is_dataclass(value):
-            name = {"name": getattr(value, "name", "")} if marks.variants else {}
+            name = {"name": value.name} if marks.variants else {}  # type: ignore[union-attr]
             content[declared.name] = name | plain(value, marks.keys)
         elif value is not None or marks.needs is None:
             content[declared.name] = _readable(value)
@@ -103,7 +104,7 @@ def read_words(
         words: the words of the command line.
         config_type: type of the command's config.
         positional: keys whose values the first words may give without their names; a list takes all words up to the
-            first option.
+            first option, and is alone.
 
     Raises:
         UserError: for a word that is not an option, an unknown key, or a missing value.
@@ -121,7 +122,9 @@ def read_words(
         if word in ("-h", "--help", "--help-all"):
             wants_help = word if wants_help != "--help-all" else wants_help
             continue
-        require(word.startswith("--"), f"options start with --, got {word!r}: write --KEY VALUE, see --help")
+        if not word.startswith("--"):
+            ported = advice(word.partition("=")[0], [*resolve(config_type, []).all_keys(off=True)])
+            raise UserError(f"options start with --, got {word!r}: {ported or 'write --KEY VALUE, see --help'}")
         hints = find_hints(config_type, name)
         if not hints and name not in ("config", "local_rank"):
             raise unknown_key(name, Layer({}), resolve(config_type, []))
@@ -136,14 +139,14 @@ def read_words(
     return files, overrides, wants_help
 
 
-def _instance(section: Section) -> Any:
-    """The dataclass of a section, from its values."""
+def _instance(section: Section, tree: Section) -> Any:
+    """The dataclass of a section of a tree, from its values."""
     try:
         content = {name: key.value if key.read is None else key.read(key.value) for name, key in section.keys.items()}
-        content |= {name: _instance(inner) if inner.is_on else None for name, inner in section.sections.items()}
+        content |= {name: _instance(inner, tree) if inner.is_on else None for name, inner in section.sections.items()}
         return section.kind(**content)
     except UserError as error:  # a section names its keys without itself
-        text = str(error)
+        text = with_prefix(str(error), section, tree)
         key = section.keys.get(text.split()[0].removesuffix(":"))
         place = key.given[0].place if key and key.given else ""
         raise UserError(text if key is None else f"{place}{section.prefix}{text}") from None
@@ -151,16 +154,11 @@ def _instance(section: Section) -> Any:
 
 def _with_positional(words: list[str], keys: Sequence[str], config_type: type) -> list[str]:
     """Replace the words before the first option by options for the positional keys."""
-    first = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    rest = words[len(first) :]
-    named = list[str]()
-    for key in keys:
-        if first and any(map(is_list, find_hints(config_type, key))):
-            named = [*named, f"--{key}={json.dumps(first)}"]
-            first = []
-        elif first:
-            named.append(f"--{key}={first.pop(0)}")
-    return [*named, *first, *rest]
+    first = [*itertools.takewhile(lambda word: not word.startswith("-"), words)]
+    takes_all = any(is_list(hint) for key in keys[:1] for hint in find_hints(config_type, key))
+    values = [json.dumps(first)] if first and takes_all else first
+    named = [f"--{key}={value}" for key, value in zip(keys, values, strict=False)]
+    return [*named, *values[len(keys) :], *words[len(first) :]]
 
 
 def _value(name: str, text: str, hints: list[Any]) -> Any:

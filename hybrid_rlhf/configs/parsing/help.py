@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from hybrid_rlhf.configs.parsing.schema import Section
 from hybrid_rlhf.configs.sections.hints import type_name
 
 _WIDTH = 110
+"""Longest line, and the width where there is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Help:
         """The help for readers."""
         words = "".join(f" [{key.rpartition('.')[2].upper()}]" for key in self.positional)
         lines = [f"usage: {self.prog}{words} [--config FILE.yaml] [--KEY VALUE ...]", ""]
-        lines += [*textwrap.wrap(_about(self.tree.kind), _WIDTH), ""]
+        lines += [*wrapped(_about(self.tree.kind)), ""]
         options = {
             "--config FILE.yaml": "YAML file of keys; may be given more than once.",
             "--help": "Show this help without rarely needed keys.",
@@ -66,29 +68,28 @@ class Help:
 
     def _described(self, section: Section) -> list[dict[str, Any]]:
         """The keys of a section that help shows; the choice of its dataclass comes first."""
-        keys: list[dict[str, Any]] = []
-        if section.variants:
-            keys.append(
-                {
-                    "name": f"{section.name}.name",
-                    "about": field_docs(section.kind)["name"],
-                    "type": "str",
-                    "default": getattr(section.kind, "name", ""),
-                    "choices": list(section.variants),
-                }
-            )
-        for name, key in section.keys.items():
-            if self.everything or not key.advanced:
-                keys.append(
-                    {
-                        "name": key.name,
-                        "about": field_docs(key.owner).get(name, ""),
-                        "type": type_name(key.hint),
-                        "default": key.usual,
-                        "choices": choices_of(key.hint),
-                    }
-                )
-        return keys
+        keys: list[dict[str, Any]] = [
+            {
+                "name": key.name,
+                "about": field_docs(key.owner).get(name, ""),
+                "type": type_name(key.hint),
+                "default": key.usual,
+                "choices": choices_of(key.hint),
+            }
+            for name, key in section.keys.items()
+            if self.everything or not key.advanced
+        ]
+        if not section.variants:
+            return keys
+        kind: Any = section.kind
+        choice = {
+            "name": f"{section.name}.name",
+            "about": field_docs(kind)["name"],
+            "type": "str",
+            "default": kind.name,
+            "choices": [*section.variants],
+        }
+        return [choice, *keys]
 
     def _section_lines(self, section: Section) -> list[str]:
         lines: list[str] = []
@@ -104,7 +105,7 @@ class Help:
                 about = _text((inspect.getdoc(inner.kind) or "").split("\n\n")[0])
                 names = ", ".join([*inner.keys, *inner.sections])
                 lines += _entry(f"--{inner.name}", f"{about} (section, default: null; keys: {names})")
-        return ["", f"{section.name}: {_about(section.kind)}", *lines] if lines and section.name else lines
+        return ["", *wrapped(f"{section.name}: {_about(section.kind)}"), *lines] if lines and section.name else lines
 
 
 @functools.cache
@@ -132,7 +133,15 @@ def _about(kind: type) -> str:
 
 
 def _entry(option: str, about: str) -> list[str]:
-    return [f"  {option}", *textwrap.wrap(about, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+    return [f"  {option}", *wrapped(about, " " * 8, " " * 8)]
+
+
+def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    """A text as lines that fit the terminal, which begin with `first` and `rest`; words are kept whole."""
+    width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _text(text: str) -> str:

@@ -8,13 +8,14 @@ mistake in a key is an error here, before any value is read.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.trl_names import trl_answer
+from hybrid_rlhf.configs.parsing.other_systems import advice, is_option, value_advice
 from hybrid_rlhf.configs.sections.hints import options_of, section_type, type_hints
 from hybrid_rlhf.configs.sections.rules import Marks, default_of, marks_of, nearest, nearest_hint
 
@@ -80,10 +81,10 @@ class Section:
     is_on: bool = True
     keys: dict[str, Key] = field(default_factory=dict)
     sections: dict[str, Section] = field(default_factory=dict)
-    unknown: list[tuple[Layer, str]] = field(default_factory=list)
-    """Dotted keys that a strict layer sets, and the section does not have."""
-    variants: tuple[str, ...] = ()
-    """Names of the dataclasses among which this section selects."""
+    unknown: list[tuple[Layer, str, Any]] = field(default_factory=list)
+    """Keys that a strict layer sets, and the section does not have, with their values."""
+    variants: Mapping[str, type] = field(default_factory=dict)
+    """The dataclasses among which this section selects, by their names."""
 
     @property
     def prefix(self) -> str:
@@ -118,8 +119,8 @@ def resolve(config_type: type, layers: Sequence[Layer]) -> Section:
     tree = Section("", config_type)
     _fill(tree, layers, {})
     for section in tree.walk(off=True):
-        for layer, name in section.unknown:
-            raise unknown_key(name, layer, tree)
+        for layer, name, value in section.unknown:
+            raise _foreign_key(section, layer, name, value) or unknown_key(f"{section.prefix}{name}", layer, tree)
     _derive(tree)
     return tree
 
@@ -146,8 +147,6 @@ def _derive(tree: Section) -> None:
 
 TypedField = tuple[dataclasses.Field[Any], Any, list[type]]
 """A field, its type, and the dataclasses that it may have as a section; [] for a key."""
-_Given = list[tuple[Layer, Any]]
-"""The values of a key or a section in the layers that set it."""
 
 
 def typed_fields(kind: type) -> Iterator[TypedField]:
@@ -177,45 +176,49 @@ def find_hints(config_type: type, name: str) -> list[Any]:
     return [kind for _, hint, inner in named for kind in inner or [hint]]
 
 
-def _fill(section: Section, layers: Sequence[Layer], defaults: Mapping[str, Any]) -> None:
-    """Add the keys and inner sections of a section with the values of its layers; `defaults` override those of its
-    class."""
-    kind = section.kind
-    for declared, hint, kinds in typed_fields(kind):
+def _fill(
+    section: Section, layers: Sequence[Layer], defaults: Mapping[str, Any], read_keys: Sequence[str] | None = None
+) -> None:
+    """Add the keys and inner sections of a section with the values of its layers.
+
+    Args:
+        section: the section.
+        layers: its settings.
+        defaults: defaults that override those of its class.
+        read_keys: the keys that its place reads; None for all.
+    """
+    known = set[str]()
+    for declared, hint, kinds in typed_fields(section.kind):
         name = declared.name
-        key = section.prefix + name
+        known.add(name)
         marks = marks_of(declared)
         default = defaults.get(name, default_of(declared))
         given = [(layer, layer.content[name]) for layer in layers if name in layer.content]
-        if not kinds:
-            last = given[-1] if given else None
-            section.keys[name] = Key(key, hint, default, kind, marks.advanced, marks.read, last)
-        elif marks.needs is None or getattr(section.algorithm, marks.needs, False):
-            section.sections[name] = _inner_section(marks, hint, given, key, default)
-        else:
-            _refuse_absent(given, key, marks.needs, section.algorithm)
-    known = {declared.name for declared in dataclasses.fields(kind)}
+        key = Key(
+            section.prefix + name, hint, default, section.kind, marks.advanced, marks.read, given[-1] if given else None
+        )
+        if kinds:
+            if marks.needs is None or getattr(section.algorithm, marks.needs, False):
+                section.sections[name] = _inner_section(key, marks, given)
+            else:
+                _refuse_absent(given, key.name, marks.needs, section.algorithm)
+        elif read_keys is None or name in read_keys:
+            section.keys[name] = key
+        elif key.is_users:
+            raise UserError(f"{section.name} reads {', '.join(read_keys)} only, got {name} {key.value}: leave it out")
     for layer in layers:
         if layer.strict:
-            section.unknown += [(layer, f"{section.prefix}{key}") for key in layer.content if key not in known]
+            section.unknown += [(layer, name, value) for name, value in layer.content.items() if name not in known]
 
 
-def _inner_section(marks: Marks, hint: Any, given: _Given, key: str, default: Any) -> Section:
-    """The section of a field with these marks and this type.
-
-    Args:
-        marks: marks of the field.
-        hint: its type.
-        given: its values.
-        key: its dotted name.
-        default: its default.
-    """
-    kind = section_type(hint)
+def _inner_section(key: Key, marks: Marks, given: Sequence[tuple[Layer, Any]]) -> Section:
+    """The section of a field, from its values in the layers that set it."""
+    kind = section_type(key.hint)
     if marks.variants is not None:
-        kind, given = _variant(marks.variants, given, key)
-    may_be_null = type(None) in options_of(hint)
+        kind, given = _variant(marks.variants, given, key.name)
+    may_be_null = type(None) in options_of(key.hint)
     optional = may_be_null and marks.needs is None
-    is_on = not optional or default is not None
+    is_on = not optional or key.default is not None
     layers = list[Layer]()
     for layer, value in given:
         content = {} if value is True and optional else value
@@ -224,23 +227,21 @@ def _inner_section(marks: Marks, hint: Any, given: _Given, key: str, default: An
             layers = []
         elif isinstance(content, Mapping):
             is_on = True
-            layers.append(Layer(content, layer.origin, layer.strict))
+            layers.append(replace(layer, content=content))
         else:
             raise UserError(
-                f"{layer.place}{key} must be a mapping of keys, got {value}: write its keys under it, or leave it out"
+                f"{layer.place}{key.name} must be a mapping of keys, got {value}: write its keys under it, or leave it "
+                "out"
             )
-    section = Section(key, kind, marks.advanced, is_on, variants=tuple(marks.variants or ()))
-    _fill(section, layers, default or {})
-    read_keys = marks.keys or tuple(section.keys)
-    for name in [name for name in section.keys if name not in read_keys]:
-        unread = section.keys.pop(name)
-        if unread.is_users:
-            raise UserError(f"{key} reads {', '.join(read_keys)} only, got {name} {unread.value}: leave it out")
+    section = Section(key.name, kind, key.advanced, is_on, variants=marks.variants or {})
+    _fill(section, layers, key.default or {}, marks.keys)
     return section
 
 
-def _variant(variants: Mapping[str, type], given: _Given, key: str) -> tuple[type, _Given]:
-    """The dataclass that the name in a section selects, and the section's layers as mappings.
+def _variant(
+    variants: Mapping[str, type], given: Sequence[tuple[Layer, Any]], key: str
+) -> tuple[type, list[tuple[Layer, Any]]]:
+    """The dataclass that the name in a section selects, and the section's values without it.
 
     A file of defaults sets keys of its own algorithm only.
     """
@@ -249,9 +250,10 @@ def _variant(variants: Mapping[str, type], given: _Given, key: str) -> tuple[typ
     usual = next(iter(variants))
     chosen = str(names[-1][1]) if names else usual
     if chosen not in variants:
+        ported = value_advice(f"{key}.name", chosen, variants)
         raise UserError(
             f"{names[-1][0].place}{key} must be one of {', '.join(variants)}, got {chosen}: "
-            f"{nearest_hint(chosen, variants, otherwise='give one of them')}"
+            f"{f'give {ported}' if ported else nearest_hint(chosen, variants, otherwise='give one of them')}"
         )
     selected = []
     for layer, value in normal:
@@ -259,29 +261,11 @@ def _variant(variants: Mapping[str, type], given: _Given, key: str) -> tuple[typ
             if not layer.strict and str(value.get("name", usual)) != chosen:
                 continue
             value = {name: inner for name, inner in value.items() if name != "name"}
-            if layer.strict:
-                _refuse_foreign(variants, layer, key, value, chosen)
         selected.append((layer, value))
     return variants[chosen], selected
 
 
-def _refuse_foreign(
-    variants: Mapping[str, type], layer: Layer, section: str, content: Mapping[str, Any], chosen: str
-) -> None:
-    """Refuse a key of a section that only other algorithms have."""
-    for name, value in content.items():
-        owners = [variant for variant, kind in variants.items() if name in type_hints(kind)]
-        if owners and chosen not in owners:
-            named = ", ".join(owners[:3]) + " and others" * (len(owners) > 3)
-            known = [f"{section}.{key}" for key in resolve(variants[chosen], []).all_keys(off=True)]
-            raise UserError(
-                f"{layer.place}algorithm {chosen} has no key {section}.{name} ({named} "
-                f"{'has' if len(owners) == 1 else 'have'}), got {value}: "
-                f"{trl_answer(name, known) or 'leave it out'}"
-            )
-
-
-def _refuse_absent(given: _Given, key: str, needs: str, algorithm: Any) -> None:
+def _refuse_absent(given: Sequence[tuple[Layer, Any]], key: str, needs: str, algorithm: Any) -> None:
     for layer, value in given:
         if layer.strict and value is not None:
             while isinstance(value, Mapping) and value:
@@ -291,6 +275,31 @@ def _refuse_absent(given: _Given, key: str, needs: str, algorithm: Any) -> None:
                 f"{layer.place}algorithm {algorithm.name} has no {needs.removeprefix('needs_')}, got {key} {value}: "
                 "leave it out"
             )
+
+
+def _foreign_key(section: Section, layer: Layer, name: str, value: Any) -> UserError | None:
+    """The error of a key of a section that only other algorithms have; None for any other key."""
+    owners = [variant for variant, kind in section.variants.items() if name in type_hints(kind)]
+    chosen: Any = section.kind
+    if not owners or chosen.name in owners:
+        return None
+    named = ", ".join(owners[:3]) + " and others" * (len(owners) > 3)
+    ported = advice(name, [*section.all_keys(off=True)]) or ""  # of the keys that this algorithm has
+    return UserError(
+        f"{layer.place}algorithm {chosen.name} has no key {section.prefix}{name} ({named} "
+        f"{'has' if len(owners) == 1 else 'have'}), got {value}: "
+        f"{ported if ported.startswith('give ') else 'leave it out'}"
+    )
+
+
+def with_prefix(text: str, section: Section, tree: Section) -> str:
+    """A message of a section with its dotted keys as the whole config has them, unless it has these itself."""
+    known, names = (
+        {*part.all_keys(off=True), *(inner.name for inner in part.walk(off=True))} for part in (tree, section)
+    )
+    keys = {name.removeprefix(section.prefix) for name in names} - known
+    pattern = "|".join(re.escape(key) for key in sorted(keys, key=len, reverse=True) if "." in key)
+    return re.sub(rf"(?<![\w.])(?:{pattern})(?![\w])", rf"{section.prefix}\g<0>", text) if pattern else text
 
 
 def unknown_key(name: str, layer: Layer, tree: Section) -> UserError:
@@ -305,8 +314,13 @@ def unknown_key(name: str, layer: Layer, tree: Section) -> UserError:
     names = [f"{section.name}.name" for section in sections if section.variants]
     known = [*tree.all_keys(off=True), *(section.name for section in sections), *names]
     option = f"unknown option --{name}" if layer.origin is None else f"unknown key {name}"
-    hint = getattr(tree.kind, "retired", {}).get(name) or _hint(name, known)
-    return UserError(f"{layer.place}{option}: {hint}")
+    retired = (
+        with_prefix(text, section, tree)
+        for section in tree.walk()
+        for key, text in getattr(section.kind, "retired", {}).items()
+        if name == section.prefix + key
+    )
+    return UserError(f"{layer.place}{option}: {next(retired, None) or _hint(name, known)}")
 
 
 def _hint(wrong: str, known: Sequence[str]) -> str:
@@ -319,11 +333,13 @@ def _hint(wrong: str, known: Sequence[str]) -> str:
         return f"write {leaf} within {section}"
     if "base_model" in known and wrong in ("model", "model.path"):
         return "give base_model, from which the steps start"
+    if (not section or is_option(wrong)) and (answer := advice(wrong, known)):
+        return answer
     inside = [name for name in known if name.endswith(f".{wrong}")]
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     if exact := inside or same_leaf:
         return f"the nearest is {max(exact, key=lambda name: SequenceMatcher(None, wrong, name).ratio())}"
-    if answer := trl_answer(wrong, known):
+    if answer := advice(wrong, known):
         return answer
     siblings = {name.rpartition(".")[2]: name for name in known if section and name.rpartition(".")[0] == section}
     nearest_name = siblings.get(nearest(leaf, siblings) or "") or nearest(wrong, known)

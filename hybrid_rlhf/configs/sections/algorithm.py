@@ -162,7 +162,7 @@ class EntropyConfig(Settings):
 
     def _check(self) -> None:
         read_keys = {"clip_cov": ("share", "bounds"), "kl_cov": ("share", "coef"), "adaptive": ("target", "step")}
-        unread = {"share", "bounds", "coef", "target", "step"}.difference(read_keys[self.method])
+        unread = vars(self).keys() - {"method", *read_keys[self.method]}
         rule = f"algorithm.entropy.method {self.method} reads {' and '.join(read_keys[self.method])} only"
         require_defaults(self, sorted(unread), rule, prefix="algorithm.entropy.")
         require(
@@ -230,7 +230,17 @@ class AlgorithmConfig(Settings):
     @property
     def reads_old_logprobs(self) -> bool:
         """True if the actor scores a rollout before training on it: for several updates, or to count kept tokens."""
-        return not self.updates_once
+        return not (self.updates_once or self.reads_sampler)
+
+    @property
+    def reads_sampler(self) -> bool:
+        """True if the old log-probs are those with which the rollout was sampled."""
+        return False
+
+    @property
+    def defers_old_logprobs(self) -> bool:
+        """True if the forward of the first update gives the old log-probs of its rows, which nothing needs before."""
+        return self.reads_old_logprobs and (self.kl is None or self.kl.where == "loss")
 
     @property
     def uses_reference(self) -> bool:
@@ -262,8 +272,19 @@ class PolicyGradientConfig(AlgorithmConfig):
     default_correction: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """The correction where other weights than those that train sample."""
     entropy: EntropyConfig | None = advanced(None)
+    old_logprobs: Literal["training", "sampler"] = advanced("training")
+    """Denominator of the policy ratio: log-probs of the training forward, or those with which the rollout was sampled,
+    which saves a pass; the first update compares them."""
 
     def _check(self) -> None:
+        if self.old_logprobs == "sampler":
+            rule = "algorithm.old_logprobs sampler takes the sampler's log-probs as the policy's"
+            require(
+                self.default_correction.get("ratio") != "sequence",
+                f"{rule}, whose rounding adds up in the ratio of sequences of {self.name}: leave it out",
+            )
+            require(self.entropy is None, f"{rule}, without the entropy that algorithm.entropy needs: leave one out")
+            require(self.correction is None, f"{rule}, which leaves algorithm.correction nothing: leave one out")
         require(
             self.entropy is None or self.entropy.method != "kl_cov" or not self.updates_once,
             "algorithm.entropy.method kl_cov penalizes changes since the first update of a rollout, got one update: "
@@ -274,8 +295,23 @@ class PolicyGradientConfig(AlgorithmConfig):
     def reads_old_logprobs(self) -> bool:
         """True if the actor must score a rollout before training: for several updates, to count kept tokens, or to
         control the entropy."""
-        counts_kept = self.correction is not None and not self.correction.count_masked
-        return not self.updates_once or counts_kept or self.entropy is not None
+        return not (self.updates_once or self.reads_sampler) or self._counts_kept or self.entropy is not None
+
+    @property
+    def reads_sampler(self) -> bool:
+        """As in AlgorithmConfig; the forward of a single update costs nothing and is exact."""
+        return self.old_logprobs == "sampler" and not self.updates_once
+
+    @property
+    def defers_old_logprobs(self) -> bool:
+        """As in AlgorithmConfig; with mask_truncated the rows of the first update are not known before."""
+        needed = self._counts_kept or self.entropy is not None or self.mask_truncated
+        return super().defers_old_logprobs and not needed
+
+    @property
+    def _counts_kept(self) -> bool:
+        """True if the loss divides by the tokens that the correction keeps."""
+        return self.correction is not None and not self.correction.count_masked
 
     @property
     def allows_other_sampler(self) -> bool:

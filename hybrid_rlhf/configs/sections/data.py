@@ -36,7 +36,8 @@ class DataSource(Settings):
     split_name: str = "train"
     """Split to take from a hub name or a DatasetDict folder."""
     columns: dict[str, str] = {}
-    """Names of the source's columns, by the name that steps read: {prompt: question, completion: answer}."""
+    """Names of the source's columns, by the name that steps read: {prompt: question, completion: answer}; a.b is
+    the key b within column a."""
 
 
 class DataConfig(Settings):

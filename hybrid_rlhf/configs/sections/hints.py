@@ -51,5 +51,6 @@ def type_name(hint: Any) -> str:
         return f"one of {', '.join(str(part) for part in parts if part != '')}"
     options = options_of(hint)
     if len(options) > 1:
-        return " or ".join(map(type_name, options))
+        shown = [option for option in options if option is not int or float not in options]
+        return " or ".join(map(type_name, shown))
     return f"{hint.__name__}[{', '.join(map(type_name, parts))}]" if parts else str(hint.__name__)

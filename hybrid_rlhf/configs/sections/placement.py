@@ -46,21 +46,11 @@ class RoleRanks:
 
 
 @dataclass(frozen=True)
-class AutoPlacement:
-    """The planner chooses the ranks of all roles (planning/automatic.py)."""
-
-    style: Literal["auto"] = "auto"
-
-    def as_given(self) -> str:
-        """Return the value in the form of config files."""
-        return "auto"
-
-
-@dataclass(frozen=True)
 class RolePlacements:
-    """A style, and the ranks of some roles."""
+    """The value of the key `placement`: a style, and the ranks of some roles."""
 
-    style: Style
+    style: Style | Literal["auto"]
+    """auto: the planner chooses the ranks of all roles (planning/automatic.py)."""
     roles: Mapping[str, RoleRanks] = field(default_factory=dict)
     """By role: one of ROLES, reward (all reward models), or a reward model's name."""
 
@@ -72,11 +62,10 @@ class RolePlacements:
         return roles if self.style == _style_beside(roles) else {"style": self.style, **roles}
 
 
-PlacementConfig = AutoPlacement | RolePlacements
-"""The key `placement`, told apart by `style`."""
+PlacementConfig = RolePlacements
 
 
-def read_placement(given: str | dict[str, Any] | None) -> PlacementConfig | None:
+def read_placement(given: str | dict[str, Any] | None) -> RolePlacements | None:
     """The placement from the value in a file or on the command line: a style, or roles with an optional style.
 
     Raises:
@@ -93,13 +82,11 @@ def read_placement(given: str | dict[str, Any] | None) -> PlacementConfig | None
         f"{key} must be one of {', '.join(styles)}{roles_too}, got {style}: "
         f"{nearest_hint(str(style), styles, otherwise='give one of them')}",
     )
-    if style == "auto":
-        require(
-            not content,
-            f"placement.style auto chooses the ranks of all roles, got placement.{next(iter(content), None)}: leave it "
-            "or the style out",
-        )
-        return AutoPlacement()
+    require(
+        style != "auto" or not content,
+        f"placement.style auto chooses the ranks of all roles, got placement.{next(iter(content), None)}: leave it "
+        "or the style out",
+    )
     return RolePlacements(style, {name: _read_role(name, keys) for name, keys in content.items()})
 
 
@@ -167,11 +154,11 @@ def in_words(ranks: Sequence[int]) -> str:
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def is_automatic(placement: PlacementConfig | None) -> bool:
+def is_automatic(placement: RolePlacements | None) -> bool:
     """Return True if the planner places the roles."""
-    return isinstance(placement, AutoPlacement)
+    return placement is not None and placement.style == "auto"
 
 
-def has_separate_sampler(placement: PlacementConfig | None) -> bool:
+def has_separate_sampler(placement: RolePlacements | None) -> bool:
     """Return True if a placement gives the sampler separate ranks."""
-    return isinstance(placement, RolePlacements) and (placement.style == "separation" or "sampler" in placement.roles)
+    return placement is not None and (placement.style == "separation" or "sampler" in placement.roles)

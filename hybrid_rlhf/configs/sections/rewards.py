@@ -13,6 +13,7 @@ from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Setting
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 
 OnFailure = Literal["stop", "drop", "zero"]
+Protocol = Literal["scores", "openrlhf"]
 VerifierName = Literal["math", "code"]
 VERIFIERS: tuple[VerifierName, ...] = get_args(VerifierName)
 LEAST_OUTPUT_BYTES = 1024
@@ -41,6 +42,9 @@ class RewardComponentConfig(Settings):
     """Python function as module:function or path/to/file.py:function, plain or async."""
     urls: tuple[str, ...] = ()
     """HTTP endpoint; several URLs are replicas that share the load. ${NAME} is replaced by an environment variable."""
+    protocol: Protocol = "scores"
+    """What is sent to the URLs. scores: {prompts, completions, columns}, answered with {scores}; openrlhf: that of
+    OpenRLHF's remote reward models (docs/rewards.md)."""
     verifier: VerifierName | None = None
     """Built-in check (docs/agents.md). math: the answer equals that of a column; code: the program passes the tests of
     a column. Both run in the sandbox."""
@@ -92,7 +96,7 @@ class RewardComponentConfig(Settings):
             f"a name has letters, digits and . : - _ only, got {self.label!r}: give the component a name",
         )
         if not self.urls:
-            require_defaults(self, ["api_key_env"], f"{self.label} has no urls")
+            require_defaults(self, ["api_key_env", "protocol"], f"{self.label} has no urls")
         if self.model is None:
             require_defaults(self, ["head_weights", "normalize", "steps"], f"{self.label} is no model")
         require(

@@ -152,11 +152,9 @@ def _validator(kind: Any) -> SchemaValidator:
 
 def _explained(kind: Any, error: ValidationError) -> UserError:
     """The first mistake that pydantic has found in the values of a section: the rule, the value and the fix."""
-    first, *others = error.errors(include_url=False)
+    errors = error.errors(include_url=False)
     # Of the types of a union, the one that the value resembles most
-    for other in others:
-        if other["loc"][:1] == first["loc"][:1] and _depth(other) > _depth(first):
-            first = other
+    first = max((other for other in errors if other["loc"][:1] == errors[0]["loc"][:1]), key=_depth)
     place, problem = first["loc"], first["type"]
     owner = inner = kind
     name = ""
@@ -182,7 +180,8 @@ def _depth(error: ErrorDetails) -> tuple[int, bool, bool]:
 
 def _broken_rule(owner: Any, name: str, value: Any, problem: str = "") -> str:
     """The error of a field's value, from pydantic's name of the problem."""
-    rule, fix = type_name(type_hints(owner)[name]), "see --help"
+    hint = type_hints(owner)[name]
+    rule, fix = type_name(hint), _example(hint, default_of(owner.__dataclass_fields__[name]))
     if problem == "finite_number":
         rule, fix = "a finite number", "give one, or leave it out"
     if problem.startswith(("greater", "less")):
@@ -194,6 +193,17 @@ def _broken_rule(owner: Any, name: str, value: Any, problem: str = "") -> str:
     if value is None:
         value, fix = "null", "give a value, or leave it out"
     return f"{name} must be {rule}, got {value}: {fix}"
+
+
+def _example(hint: Any, default: Any) -> str:
+    """Advice on the type of a value."""
+    if any(typing.get_origin(option) is Literal for option in options_of(hint)):
+        return "give one of them"
+    if isinstance(default, bool | int | float | str) and default != "":
+        return f"give for example {str(default).lower() if isinstance(default, bool) else default}"
+    examples = {bool: "true", int: "10", float: "1e-5", str: "a text"}
+    kind = next((option for option in options_of(hint) if option in examples), None)
+    return "see --help" if kind is None else f"give for example {examples[kind]}"
 
 
 def _in_words(bounds: Interval) -> str:

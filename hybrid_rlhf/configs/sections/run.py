@@ -30,7 +30,7 @@ class LoggingConfig(Settings):
     """URL that receives a JSON message when the run ends, fails or stalls, or when an advice rule fires; ${NAME} is
     replaced by an environment variable."""
     samples_every: Natural = 10
-    """Steps between sample completions in samples.jsonl and on the console; 0: none."""
+    """Steps between sample completions in samples.jsonl and on the console, with the last step; 0: none."""
     tokens: bool = advanced(True)
     """Record per-token values of the samples in the folder tokens: log-probs, values, advantages, ratios. A recorded
     step takes up to 45 bytes per response token and 5 per prompt token."""

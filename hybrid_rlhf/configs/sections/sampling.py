@@ -33,8 +33,8 @@ class SamplingParams(Settings):
     max_new_tokens: Count = 128
     """Longest completion, in tokens, including the stop token."""
     temperature: float = 1.0
-    """Logits are divided by this; 0: greedy, with log-probs of the model's own distribution (as in vLLM); else at least
-    1e-5."""
+    """Logits are divided by this, at least 1e-5; 0, except in RL: greedy, with log-probs of the model's own
+    distribution (as in vLLM)."""
     top_p: PositiveShare = 1.0
     """Sample from the smallest set of tokens with at least this probability (nucleus sampling); 1: from all."""
     top_k: Natural = advanced(0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Interval
 
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rules import (
@@ -21,13 +23,16 @@ from hybrid_rlhf.configs.sections.rules import (
 
 
 class OptimizerConfig(Settings):
-    """The optimizer, AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) or Muon, and its schedule."""
+    """The optimizer, AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101), with moments in 32 or 8 bits, or Muon, and
+    its schedule."""
 
     following = {"max_grad_norm": lambda values: 0.0 if values["name"] == "muon" else values["max_grad_norm"]}
 
-    name: Literal["adamw", "muon"] = advanced("adamw")
-    """muon: orthogonalised momentum for the matrices of the layers, AdamW for all other weights. The learning rate is
-    AdamW's: Muon's updates are scaled to the size of AdamW's (Moonlight, arXiv 2502.16982). Not with lora."""
+    name: Literal["adamw", "adamw_8bit", "muon"] = advanced("adamw")
+    """adamw_8bit: AdamW with 2 instead of 8 bytes of moments per weight, on a GPU through bitsandbytes (Dettmers et al.
+    2021, arXiv 2110.02861). muon: orthogonalised momentum for the matrices of the layers, AdamW for all other weights.
+    The learning rate is AdamW's: Muon's updates are scaled to the size of AdamW's (Moonlight, arXiv 2502.16982). Both
+    not with lora."""
     lr: NonNegative | None = None
     """Peak learning rate; null: derived from the model's width and its adapters (docs/defaults.md), and logged."""
     weight_decay: NonNegative = 0.0
@@ -70,7 +75,8 @@ def require_trainable(
     model: ModelConfig, optimizer: OptimizerConfig, lora: LoraConfig | None, *, section: str, stage: int
 ) -> None:
     """Require that a model can be trained as set: by adapters over quantised base weights, which cannot be trained; by
-    all weights where ranks split them; and by whole matrices, neither adapters nor parts, with Muon.
+    all weights where ranks split them; and by whole matrices, neither adapters nor parts, with Muon and with moments
+    in 8 bits.
 
     Args:
         model: the model section.
@@ -98,6 +104,13 @@ def require_trainable(
         optimizer.name != "muon" or (lora is None and parts == 1),
         "optimizer.name muon orthogonalises updates of whole matrices, got "
         f"{f'model.tensor_parallel {parts}' if lora is None else section}: leave one of the two out",
+    )
+    split = {"model.tensor_parallel": parts, "model.expert_parallel": model.expert_parallel}
+    found = [section] * (lora is not None) + [f"{key} {size}" for key, size in split.items() if size > 1]
+    require(
+        optimizer.name != "adamw_8bit" or not found,
+        f"optimizer.name adamw_8bit trains all weights of a model that ranks do not split, got {', '.join(found)}: "
+        "set it to adamw",
     )
 
 
@@ -162,7 +175,13 @@ class CheckpointConfig(Settings):
 
 
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Default of train.micro_batch_tokens by type of device (docs/defaults.md)."""
+"""Default of train.micro_batch_tokens by type of device, on a GPU its smallest (docs/defaults.md)."""
+HALVED_FILE = "micro_batch_tokens"
+"""File of a run folder with the tokens of a micro-batch after the default was out of memory."""
+
+
+FORWARD_FACTOR = {"cpu": 1, "cuda": 4}
+"""Tokens of a micro-batch without gradient, relative to one with gradient, by type of device; a CPU gains nothing."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +196,10 @@ class MicroBatches:
     """True if some layers of the model compute padding; tokens are then rows times the longest row."""
     ranks: int = 1
     """Number of ranks that compute a micro-batch together."""
+    forward_factor: int = 1
+    """So many times `tokens` are in a micro-batch without gradient, of which nothing is kept for a backward."""
+    shares_prefixes: bool = False
+    """True if tokens that rows have in common at their beginning count once."""
 
 
 class LoopConfig(CheckpointConfig):
@@ -185,10 +208,11 @@ class LoopConfig(CheckpointConfig):
     micro_batch_size: Count | None = advanced(None, mutable=True)
     """Rows per micro-batch and rank; null: as many as micro_batch_tokens allows."""
     micro_batch_tokens: Count | None = setting(None, mutable=True)
-    """Tokens per micro-batch and rank; padding counts only for models that need it. null: 2048 on a CPU, 8192 on a
-    GPU."""
-    epochs: Count | None = None
-    """Passes over the data; null: as many as max_steps needs, 1 without it."""
+    """Tokens per micro-batch and rank; padding counts only for models that need it, a prompt of several rows once where
+    its tokens are computed once. null: 2048 on a CPU; on a GPU 8192 to 65536, as the memory plan and the size of the
+    layers allow."""
+    epochs: Count | Annotated[float, Interval(gt=0)] | None = None
+    """Passes over the data, also a fraction; null: as many as max_steps needs, 1 without it."""
     max_steps: Count | None = None
     """Number of steps; the data repeats until it is reached, unless epochs is given and ends earlier. null: to the end
     of the last epoch."""
@@ -196,7 +220,7 @@ class LoopConfig(CheckpointConfig):
     """Steps between evaluations on held-out rows; 0: only before the first and after the last step."""
 
     @property
-    def passes(self) -> int | None:
+    def passes(self) -> float | None:
         """Passes over the data; None if it repeats until max_steps."""
         return 1 if self.epochs is None and self.max_steps is None else self.epochs
 
@@ -232,7 +256,8 @@ class LoopConfig(CheckpointConfig):
         parallelism compute together; without a model one rank."""
         model = model or ModelConfig()
         tokens = self.tokens_on(device) * model.sequence_parallel
-        return MicroBatches(self.micro_batch_size, tokens, ranks=model.ranks_together)
+        factor = FORWARD_FACTOR[device] if self.micro_batch_size is None else 1
+        return MicroBatches(self.micro_batch_size, tokens, ranks=model.ranks_together, forward_factor=factor)
 
 
 class TrainConfig(LoopConfig):

@@ -90,11 +90,16 @@ def shown_so_far(text: str, names: Collection[str]) -> int:
     starts = (*_OPENINGS, *names)
     if not begun or any(begun.startswith(start) or start.startswith(begun) for start in starts):
         return 0
+    return len(text[: before_tag(text)].rstrip())
+
+
+def before_tag(text: str) -> int:
+    """Number of leading characters before the tag of a call, also where only its beginning ends the text."""
     place = text.find(_TAG)
     if place < 0:
         sizes = range(min(len(_TAG) - 1, len(text)), 0, -1)
         place = len(text) - next((size for size in sizes if _TAG.startswith(text[-size:])), 0)
-    return len(text[:place].rstrip())
+    return place if place == len(text) else len(text[:place].rstrip())
 
 
 def _calls(text: str, names: Collection[str]) -> Iterator[ToolCall]:

@@ -15,9 +15,10 @@ text. If there is none (GLM-4), it is the token that opens the next turn.
 
 from __future__ import annotations
 
+import contextlib
 import os.path
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,13 +110,12 @@ def conversation_texts(
     loss; see `encode_conversation`."""
     template = ChatTemplate.of(tokenizer, tools)
     learned = [turn >= learn_from and is_learned(message) for turn, message in enumerate(messages)]
-    unfinished = None
+    begun = {}
     if continued is not None:
-        unfinished = messages[continued]
-        joined = _joined(unfinished, messages[continued + 1])
+        begun[continued] = messages[continued]
+        joined = _joined(*messages[continued : continued + 2])
         messages = [*messages[:continued], joined, *messages[continued + 2 :]]
         del learned[continued]
-    begun = None if continued is None or unfinished is None else (continued, unfinished)
     if template is not None and template.marks_generation:
         return _marked(messages, template, tokenizer, tools, learned, begun)
     return _turns(messages, tokenizer, tools, learned, begun)
@@ -191,13 +191,12 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int]] | None
     system prompt.
     """
     turns: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        (encoded,) = encode_conversation(turns, tokenizer)
-    except UserError:
-        try:
-            (encoded,) = encode_conversation([SYSTEM_TURN, *turns], tokenizer)
-        except UserError:
-            return None
+    for conversation in (turns, [SYSTEM_TURN, *turns]):
+        with contextlib.suppress(UserError):
+            (encoded,) = encode_conversation(conversation, tokenizer)
+            break
+    else:
+        return None
     template = ChatTemplate.of(tokenizer)
     token = tokenizer.eos_token if template is None else template.end_token
     end = None if token is None else tokenizer.convert_tokens_to_ids(token)
@@ -300,7 +299,7 @@ def _marked(
     tokenizer: PreTrainedTokenizerBase,
     tools: Tools | None,
     learned: Sequence[bool],
-    begun: tuple[int, Message] | None,
+    begun: Mapping[int, Message],
 ) -> Iterator[tuple[str, Pieces]]:
     """The texts of each learned turn as those of `_turns`, with the loss on what the template marks in the turn.
 
@@ -311,8 +310,8 @@ def _marked(
     for turn in (index for index, has_loss in enumerate(learned) if has_loss):
         text, spans = template.generated(messages[: turn + 1], tools)
         spans = spans[_marks_before(messages[:turn], text, template, tools) :]
-        if begun is not None and begun[0] == turn:
-            start = len(render_unfinished([*messages[:turn], begun[1]], tokenizer, tools=tools))
+        if turn in begun:
+            start = len(render_unfinished([*messages[:turn], begun[turn]], tokenizer, tools=tools))
             spans = [(max(begin, start), stop) for begin, stop in spans if stop > start]
         pieces: Pieces = []
         place = first = spans[0][0] if spans else len(text)
@@ -339,7 +338,7 @@ def _turns(
     tokenizer: PreTrainedTokenizerBase,
     tools: Tools | None,
     learned: Sequence[bool],
-    begun: tuple[int, Message] | None,
+    begun: Mapping[int, Message],
 ) -> Iterator[tuple[str, Pieces]]:
     """The prompt of each learned turn, and the text from there to the end of its row, in pieces with and without loss.
 
@@ -348,9 +347,8 @@ def _turns(
     for turn, has_loss in enumerate(learned):
         if not has_loss:
             continue
-        unfinished = begun[1] if begun is not None and begun[0] == turn else None
         try:
-            before, generated, stop = _turn(messages, turn, tokenizer, tools, unfinished)
+            before, generated, stop = _turn(messages, turn, tokenizer, tools, begun.get(turn))
         except UserError:
             if turn == 0 and len(messages) > 1:
                 continue

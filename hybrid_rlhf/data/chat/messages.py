@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
@@ -110,14 +111,9 @@ def with_ordered_results(location: str, messages: Sequence[Message]) -> list[Mes
         calls = message.get("tool_calls") if message["role"] == "assistant" else None
         if not calls:
             continue
-        end = place
-        while end < len(messages) and messages[end]["role"] in RESULT_ROLES:
-            end += 1
-        results = messages[place:end]
-        place = end
-        if not results:
-            continue
-        owners = _calls_of_results(location, calls, results)
+        results = list(takewhile(lambda later: later["role"] in RESULT_ROLES, messages[place:]))
+        place += len(results)
+        owners = _calls_of_results(location, calls, results) if results else []
         for owner, result in sorted(zip(owners, results, strict=True), key=lambda pair: pair[0] or 0):
             name = {} if owner is None else {"name": calls[owner]["function"]["name"]}
             ordered.append({"role": result["role"], **name, **result})
@@ -127,33 +123,31 @@ def with_ordered_results(location: str, messages: Sequence[Message]) -> list[Mes
 def _calls_of_results(location: str, calls: Sequence[Any], results: Sequence[Message]) -> list[int | None]:
     """The index of each result's call; None for one result, without id and name, of several calls."""
     ids = [call.get("id") for call in calls]
-    known = [value for value in ids if value is not None]
-    owners = [
-        ids.index(result.get("tool_call_id")) if result.get("tool_call_id") in known else None for result in results
-    ]
-    found = [owner for owner in owners if owner is not None]
-    is_strange = [
-        result.get("tool_call_id") is not None and owner is None for result, owner in zip(results, owners, strict=True)
-    ]
-    if len(set(found)) < len(found) or len(set(known)) < len(known) or (any(is_strange) and len(known) == len(ids)):
-        raise _unpaired_error(location, ids, results)
-    free = [index for index in range(len(calls)) if index not in found]
-    names = [calls[index]["function"]["name"] for index in free]
-    rest = [index for index, owner in enumerate(owners) if owner is None]
-    given = [results[index].get("name") for index in rest]
-    if len(set(names)) == len(names) and len(set(given)) == len(given) and set(given) <= set(names):
-        pairs = {index: free[names.index(name)] for index, name in zip(rest, given, strict=True)}
-    elif len(rest) == len(free) and (len(free) == 1 or all(a in (None, b) for a, b in zip(given, names, strict=True))):
-        pairs = dict(zip(rest, free, strict=True))
-    elif len(results) == 1 and given == [None] and not known:
-        return [None]
-    else:
-        raise _unpaired_error(location, ids, results)
-    return [pairs.get(index) if owner is None else owner for index, owner in enumerate(owners)]
-
-
-def _unpaired_error(location: str, ids: Sequence[Any], results: Sequence[Message]) -> UserError:
     given = [result.get("tool_call_id") for result in results]
+    owners = [None if identity is None or identity not in ids else ids.index(identity) for identity in given]
+    known = [identity for identity in ids if identity is not None]
+    found = [owner for owner in owners if owner is not None]
+    has_strange = None not in ids and any(identity not in [None, *ids] for identity in given)
+    if len(set(found)) < len(found) or len(set(known)) < len(known) or has_strange:
+        raise _unpaired_error(location, ids, given)
+    free = [index for index in range(len(calls)) if index not in found]
+    rest = [index for index, owner in enumerate(owners) if owner is None]
+    offered = [calls[index]["function"]["name"] for index in free]
+    names = [results[index].get("name") for index in rest]
+    if len(set(offered)) == len(offered) and len(set(names)) == len(names) and set(names) <= set(offered):
+        pairs = {index: free[offered.index(name)] for index, name in zip(rest, names, strict=True)}
+    elif len(rest) == len(free) and (
+        len(free) == 1 or all(name in (None, called) for name, called in zip(names, offered, strict=True))
+    ):
+        pairs = dict(zip(rest, free, strict=True))
+    elif len(results) == 1 and names == [None] and not known:
+        pairs = {}
+    else:
+        raise _unpaired_error(location, ids, given)
+    return [pairs.get(index, owner) for index, owner in enumerate(owners)]
+
+
+def _unpaired_error(location: str, ids: Sequence[Any], given: Sequence[Any]) -> UserError:
     return UserError(
         f"{location}: each result of a turn's tool calls must have the 'tool_call_id' of one of them, got {given} for "
         f"calls with 'id' {list(ids)}: fix the ids or remove the row"

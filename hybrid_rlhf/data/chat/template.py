@@ -16,6 +16,7 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import product
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -81,6 +82,7 @@ _ROLE_PROBE = "q7toldq7"
 """Another one."""
 _USER: Message = {"role": "user", "content": "q7askedq7"}
 _ASSISTANT: Message = {"role": "assistant", "content": _PROBE}
+_THINKING: Message = {**_ASSISTANT, REASONING_KEYS[0]: _ROLE_PROBE}
 _CALL_ID = "q7callid7"
 SYSTEM_TURN: Message = {"role": "system", "content": "c"}
 """Precedes turns that a template refuses without a system prompt."""
@@ -163,9 +165,9 @@ class ChatTemplate:
     @cached_property
     def channels(self) -> Channels | None:
         """The channels of a turn; None if reasoning and answer are not messages of their own."""
-        prompt = self._try_render([_USER], add_generation_prompt=True) or ""
-        answer = self._try_render([_USER, _ASSISTANT]) or ""
-        thought = self._try_render([_USER, {**_ASSISTANT, REASONING_KEYS[0]: _ROLE_PROBE}]) or ""
+        prompt = self._try_render(_USER, add_generation_prompt=True)
+        answer = self._try_render(_USER, _ASSISTANT)
+        thought = self._try_render(_USER, _THINKING)
         if not (answer.startswith(prompt) and thought.startswith(prompt)):
             return None
         header = answer[len(prompt) :].partition(_PROBE)[0]
@@ -191,12 +193,12 @@ class ChatTemplate:
     @cached_property
     def call_text(self) -> str:
         """The text of a conversation with a tool call; empty if the template refuses it."""
-        return self._try_render([_USER, _CALL]) or ""
+        return self._try_render(_USER, _CALL)
 
     @cached_property
     def turn_suffix(self) -> str | None:
         """The text after the content of a final assistant turn; None if the template does not render the content."""
-        _, shown, suffix = (self._try_render([_USER, _ASSISTANT]) or "").rpartition(_PROBE)
+        _, shown, suffix = self._try_render(_USER, _ASSISTANT).rpartition(_PROBE)
         return suffix if shown else None
 
     @property
@@ -209,9 +211,9 @@ class ChatTemplate:
         """The special token that opens a turn after an assistant turn, with preceding whitespace; empty if there is
         none."""
         if role not in self._openings:
-            turns = [_USER, _ASSISTANT if role == "user" else _CALL]
-            before, after = (self._try_render(probe) for probe in (turns, [*turns, _probe_turn(role)]))
-            rest = after[len(before) :] if before and after and after.startswith(before) else ""
+            turns = (_USER, _ASSISTANT if role == "user" else _CALL)
+            before, after = self._try_render(*turns), self._try_render(*turns, _probe_turn(role))
+            rest = after[len(before) :] if before and after.startswith(before) else ""
             whitespace = len(rest) - len(rest.lstrip())
             match = self.special.match(rest, whitespace)
             is_opening = match is not None and match[0] != self._variables.get("bos_token")
@@ -220,25 +222,20 @@ class ChatTemplate:
 
     def unread(self, message: Message) -> list[str]:
         """The keys of a message that do not occur in the template's code, and its role if another takes its place."""
-        missing = [key for key in content_keys(message) if not self.reads(key)]
+        missing = [key for key in content_keys(message) if key not in self._words]
         return missing + ([f"role {message['role']}"] if self._role(message["role"]) != message["role"] else [])
-
-    def reads(self, key: str) -> bool:
-        """Return True if a key occurs in the template's code; transformers passes reasoning under all of its keys."""
-        return any(name in self._words for name in (REASONING_KEYS if key in REASONING_KEYS else (key,)))
 
     @cached_property
     def closes_thinking(self) -> bool:
         """True if the generation prompt closes the thinking block."""
-        prompt = self._try_render([_USER], add_generation_prompt=True) or ""
+        prompt = self._try_render(_USER, add_generation_prompt=True)
         *_, last = [None, *CLOSES_THINKING.finditer(prompt)]
         return last is not None and not prompt[last.end() :].strip()
 
     @cached_property
     def _renders_reasoning(self) -> bool:
         """True if the template renders the reasoning of an answer from its key."""
-        text = self._try_render([_USER, {**_ASSISTANT, REASONING_KEYS[0]: _ROLE_PROBE}])
-        return text is not None and _ROLE_PROBE in text
+        return _ROLE_PROBE in self._try_render(_USER, _THINKING)
 
     def with_reasoning_key(self, message: Message) -> Message:
         """A message whose content begins with reasoning, with that under its key if the template renders the key: it
@@ -278,37 +275,34 @@ class ChatTemplate:
     def _shows(self, role: str) -> bool:
         """Return True if the template renders the text of a role's turn, also before an assistant turn."""
         turns = [_probe_turn(role), _USER] if role in ("system", "developer") else [_USER, _CALL, _probe_turn(role)]
-        text = self._render_or_none([self._forms.apply(turn) for turn in (*turns, _ASSISTANT)])
-        return text is not None and _ROLE_PROBE in text
+        return _ROLE_PROBE in self._text_or_empty([self._forms.apply(turn) for turn in (*turns, _ASSISTANT)])
 
     @cached_property
     def _forms(self) -> MessageForms:
-        forms = MessageForms()
-        shown = None
-        for parts in (False, True):
-            text = self._render_or_none([MessageForms(parts).apply(turn) for turn in (_USER, _ASSISTANT)])
-            if text and _PROBE in text:
-                forms = MessageForms(parts)
-                shown = text
+        parts = False
+        nones = 0
+        for form in (False, True):
+            shown = self._text_or_empty([MessageForms(form).apply(turn) for turn in (_USER, _ASSISTANT)])
+            if _PROBE in shown:
+                parts = form
+                nones = shown.count("None")
                 break
-        nones = 0 if shown is None else shown.count("None")
-        for as_text in (False, True):
-            for empty in (MISSING, "", None):
-                calling = MessageForms(forms.parts, False, as_text, empty)
-                text = self._render_or_none([calling.apply(turn) for turn in (_USER, _CALL)])
-                if text and "q7nameq7" in text and _PROBE in text and '\\"' not in text and text.count("None") <= nones:
-                    return calling
-        return forms
+        for as_text, empty in product((False, True), (MISSING, "", None)):
+            calling = MessageForms(parts, False, as_text, empty)
+            text = self._text_or_empty([calling.apply(turn) for turn in (_USER, _CALL)])
+            if "q7nameq7" in text and _PROBE in text and '\\"' not in text and text.count("None") <= nones:
+                return calling
+        return MessageForms(parts)
 
-    def _try_render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
-        return self._render_or_none(self._normalised(messages), add_generation_prompt)
+    def _try_render(self, *messages: Message, add_generation_prompt: bool = False) -> str:
+        return self._text_or_empty(self._normalised(messages), add_generation_prompt)
 
-    def _render_or_none(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
-        """The text of turns, after a system prompt where the template needs one; None if it refuses both."""
+    def _text_or_empty(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """The text of turns, after a system prompt where the template needs one; empty if it refuses both."""
         for turns in (messages, [SYSTEM_TURN, *messages]):
             with contextlib.suppress(UserError):
                 return self._render(turns, None, add_generation_prompt)[0]
-        return None
+        return ""
 
     def _render(
         self,

@@ -166,7 +166,12 @@ def _lost(
         return []
     last = max((turn for turn, message in enumerate(outline) if is_learned(message)), default=len(outline))
     shown = "\n".join(before + "".join(text for text, _ in pieces) for before, pieces in rows)
-    learned = Counter(part for part in form.parts for _, pieces in rows if _is_learned_in(part, pieces))
+    learned = Counter(
+        part
+        for part in form.parts
+        for _, pieces in rows
+        if any(has_loss and part.text in text for text, has_loss in pieces)
+    )
     template = ChatTemplate.of(tokenizer, tools)
     lost = [] if tools is None or "q7toolq7" in shown else ["tools"]
     for part in form.parts:
@@ -188,7 +193,3 @@ def _lost(
             suffix = ""
         lost.append(part.key + suffix)
     return list(dict.fromkeys(lost)) if template is None else lost
-
-
-def _is_learned_in(part: _Part, pieces: Sequence[tuple[str, bool]]) -> bool:
-    return any(has_loss and part.text in text for text, has_loss in pieces)

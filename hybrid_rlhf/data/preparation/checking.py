@@ -23,6 +23,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sft import SFTDataConfig
 from hybrid_rlhf.data.chat.template import WITHOUT_TEMPLATE, is_plain
 from hybrid_rlhf.data.encoding import (
+    Encode,
     earlier_turns_text,
     encode_labelled_row,
     encode_preference_row,
@@ -53,7 +54,6 @@ from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 Read = Callable[[str, Row], Any]
-Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
 
 
 _ANSWER = re.compile(
@@ -78,6 +78,8 @@ class RowPreview:
     location: str
     spans: list[tuple[str, bool]]
     """Text, and true where it is learned: it carries loss, or is a completion that is compared."""
+    learned_as: str
+    """What the learned spans are: chosen, rejected, desirable, undesirable, compared with others, or loss."""
     tokens: int
     learned_tokens: int
 
@@ -144,18 +146,18 @@ def check_source(
     """
     source = open_source(path)
     progress = ProgressLog(f"checking {path}", total=source.count())
-    problems = RowProblems()
-    report = None
+    report = CheckReport(path, task, limit or 0)
+    problems = report.problems
     seen: dict[bytes, str] = {}
     prompts: dict[bytes, str] = {}
-    ties = 0
     for location, row in progress.track(source.readable_rows(problems.add)):
         if task != "rl" and is_tie(row):
-            ties += 1
+            report.ties += 1
             continue
-        if report is None:
-            chosen = _guessed(location, row) if task == "auto" else task
-            report = CheckReport(path, chosen, limit or _default_limit(chosen), problems=problems)
+        if not report.rows:
+            report.task = _guessed(location, row) if task == "auto" else task
+            default = RolloutConfig().max_prompt_tokens if report.task == "rl" else SFTDataConfig().max_length
+            report.limit = limit or default
         report.rows += 1
         report.columns.update(row.keys())
         with problems.collected():
@@ -166,26 +168,19 @@ def check_source(
                 report.duplicates.add(UserError(f"{location} repeats {earlier}"))
             if eval_sources:
                 prompts.setdefault(_digest(prompt_key(location, row)), location)
-    if report is None and not problems.count:
-        found = f"{path} has only ties" if ties else f"{path} is empty"
+    if not report.rows and not problems.count:
+        found = f"{path} has only ties" if report.ties else f"{path} is empty"
         raise UserError(f"a data source must have rows, {found}: check the path")
-    if report is not None:
-        report.ties = ties
-        earlier = earlier_turns_text(report.unrendered)
+    if report.rows:
         notes = [
             mixed_forms_text(report.forms),
             f"the tokenizer {WITHOUT_TEMPLATE}; give --chat_template FILE for another format"
-            * _has_plain_turns(report, tokenizer),
-            earlier * (report.task != "reward"),
+            * (tokenizer is not None and is_plain(tokenizer) and not report.forms.keys() <= {"text", "segments"}),
+            earlier_turns_text(report.unrendered) * (report.task != "reward"),
         ]
-        report.notes = [note for note in notes if note]
+        report.notes += filter(None, notes)
         _find_overlap(report, prompts, eval_sources)
-    return report or CheckReport(path, task, limit or 0, problems=problems)
-
-
-def _has_plain_turns(report: CheckReport, tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Return True if turns are rendered by a tokenizer without a chat template."""
-    return tokenizer is not None and is_plain(tokenizer) and bool(report.forms.keys() - {"text", "segments"})
+    return report
 
 
 def histogram(lengths: Sequence[int], *, bins: int = 10) -> list[tuple[int, int, int]]:
@@ -212,10 +207,6 @@ def _guessed(location: str, row: Row) -> CheckedTask:
         return "preference" if task == "reward" and form != STEPS else cast(CheckedTask, task)
     wanted = [" + ".join(form) for forms in FORMS.values() for form in forms]
     raise unreadable_row_error(location, row, list(dict.fromkeys(wanted)))
-
-
-def _default_limit(task: CheckedTask) -> int:
-    return RolloutConfig().max_prompt_tokens if task == "rl" else SFTDataConfig().max_length
 
 
 def _readers(task: CheckedTask, form: tuple[str, ...]) -> tuple[Read, Encode]:
@@ -257,20 +248,30 @@ def _check_row(
         report.unrendered.update(key for encoded_row in encoded for key in json.loads(encoded_row["ignored"]))
         if report.rows <= previews:
             report.previews += [
-                _preview(location, *part, tokenizer) for encoded_row in encoded for part in _sequences(encoded_row)
+                _preview(location, *part, tokenizer)
+                for encoded_row in encoded
+                for part in _sequences(encoded_row, report.task)
             ]
     report.forms[" + ".join(form)] += 1
     return form
 
 
-def _sequences(encoded: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
-    """Token ids of an encoded row, with the mask of learned tokens."""
-    if "masks" in encoded:
-        return list(zip(encoded["responses"], encoded["masks"], strict=True))
-    return [(encoded["input_ids"], encoded.get("loss_mask") or [False] * len(encoded["input_ids"]))]
+def _sequences(encoded: dict[str, Any], task: CheckedTask) -> list[tuple[list[int], list[bool], str]]:
+    """Token ids of an encoded row, with the mask of learned tokens, and what these are."""
+    if "masks" not in encoded:
+        return [(encoded["input_ids"], encoded.get("loss_mask") or [False] * len(encoded["input_ids"]), "loss")]
+    names = ["compared" if task == "reward" else "loss"] * len(encoded["responses"])
+    if len(pairs := encoded.get("pairs", ())) == 1:
+        for index, name in zip(pairs[0], ("chosen", "rejected"), strict=True):
+            names[index] = name
+    elif len(labels := encoded.get("labels", ())) == len(names):
+        names = ["desirable" if label else "undesirable" for label in labels]
+    return list(zip(encoded["responses"], encoded["masks"], names, strict=True))
 
 
-def _preview(location: str, ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> RowPreview:
+def _preview(
+    location: str, ids: list[int], mask: list[bool], learned_as: str, tokenizer: PreTrainedTokenizerBase
+) -> RowPreview:
     edges = [0, *(i for i in range(1, len(ids)) if mask[i] != mask[i - 1]), len(ids)]
     spans = [(str(tokenizer.decode(ids[a:b])), mask[a]) for a, b in zip(edges, edges[1:], strict=False) if a < b]
-    return RowPreview(location, spans, len(ids), sum(mask))
+    return RowPreview(location, spans, learned_as, len(ids), sum(mask))

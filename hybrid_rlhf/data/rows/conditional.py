@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.data import DataConfig
 from hybrid_rlhf.configs.sft import ConditionConfig
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.formats import ConversationRow, is_number
+from hybrid_rlhf.data.rows.formats import ConversationRow, number_column
 from hybrid_rlhf.data.rows.sources import missing_columns_error, open_source
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -76,9 +76,7 @@ def read_score(location: str, row: Row) -> float:
     """The score of a row."""
     if "score" not in row:
         raise missing_columns_error(location, row, ["score (condition.buckets)"])
-    if not is_number(row["score"]):
-        raise UserError(f"{location}: column 'score' must be a finite number, got {row['score']!r}: fix the row")
-    return float(row["score"])
+    return number_column(location, row, "score")
 
 
 def bucket_edges(scores: Sequence[float] | np.ndarray, *, buckets: int) -> list[float]:

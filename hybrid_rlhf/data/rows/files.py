@@ -87,8 +87,8 @@ def read_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
         ".jsonl": _jsonl_rows,
         ".json": _json_rows,
         ".csv": _csv_rows,
-        ".parquet": _parquet_rows,
-        ".arrow": _arrow_rows,
+        ".parquet": _table_rows,
+        ".arrow": _table_rows,
     }
     rows = readers[str(file_type(path))](path, on_bad_line)
     return ((location, without_nulls(row)) for location, row in rows)
@@ -273,16 +273,19 @@ def _cell(location: str, column: str, text: str) -> Any:
         ) from error
 
 
-def _parquet_rows(path: Path, _: OnBadLine) -> LocatedRows:
-    with readable(path), pyarrow.parquet.ParquetFile(path, memory_map=True, arrow_extensions_enabled=True) as file:
-        for index, row in enumerate(arrow_rows(file.iter_batches(batch_size=1000)), start=1):
-            yield f"{path}: row {index}", row
-
-
-def _arrow_rows(path: Path, _: OnBadLine) -> LocatedRows:
+def _table_rows(path: Path, _: OnBadLine) -> LocatedRows:
     with readable(path):
-        for index, row in enumerate(arrow_rows(_arrow_batches(path)), start=1):
+        for index, row in enumerate(arrow_rows(_batches(path)), start=1):
             yield f"{path}: row {index}", row
+
+
+def _batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
+    """The batches of a Parquet or Arrow file."""
+    if file_type(path) == ".arrow":
+        yield from _arrow_batches(path)
+        return
+    with pyarrow.parquet.ParquetFile(path, memory_map=True, arrow_extensions_enabled=True) as file:
+        yield from file.iter_batches(batch_size=1000)
 
 
 def _arrow_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:

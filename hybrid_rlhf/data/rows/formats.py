@@ -162,19 +162,17 @@ def read_sft_row(location: str, row: Row) -> ConversationRow:
     _require_whole(location, row)
     if "text" not in row:
         _refuse_preferences(location, row)
+    column = "completion" if "completion" in row else "chosen"
     if "messages" in row:
         messages = _messages(location, row, "messages")
-    elif "prompt" in row and ("completion" in row or "chosen" in row):
-        column = "completion" if "completion" in row else "chosen"
-        prompt = _turns(location, row, "prompt", role="user")
-        completion = _turns(location, row, column, role="assistant")
-        prompt, (completion,) = _separated(location, [column], prompt, [completion])
+    elif "prompt" in row and column in row:
+        prompt, (completion,) = _completed(location, row, (column, row[column]))
         messages = prompt + completion
         continued = continued_turn(prompt, completion)
     elif "chosen" in row and not isinstance(row["chosen"], str):
         messages = _messages(location, row, "chosen")
     elif "text" in row:
-        return ConversationRow(text=_text(location, row, "text"))
+        return ConversationRow(text=text_column(location, row, "text"))
     elif "segments" in row:
         segments = _segments(location, row["segments"])
         return ConversationRow(text="".join(text for text, _ in segments), segments=segments)
@@ -220,30 +218,27 @@ def read_preference_row(location: str, row: Row) -> PreferenceRow:
             f"{location}: columns 'chosen' and 'rejected' must differ, both are {shortened(str(row['chosen']))!r}: "
             "change one or remove the row"
         )
-    for name in ("chosen", "rejected"):
-        if isinstance(row[name], str):
-            _refuse_written_messages(location, name, row[name])
-    if "prompt" not in row and any(isinstance(row[name], str) for name in ("chosen", "rejected")):
+    answers = [(name, row[name]) for name in ("chosen", "rejected")]
+    texts = [(name, answer) for name, answer in answers if isinstance(answer, str)]
+    for name, text in texts:
+        _refuse_written_messages(location, name, text)
+    if "prompt" in row:
+        prompt, completions = _completed(location, row, *answers)
+    elif texts:
         # Their common prefix is not a turn: a template would render it as part of the assistant's.
         raise UserError(
             f"{location}: columns 'chosen' and 'rejected' with text need a prompt, got none: add it, convert dialogues "
             "with hybrid-rlhf data convert, or remove the row"
         )
-    chosen, rejected = (_turns(location, row, name, role="assistant") for name in ("chosen", "rejected"))
-    if "prompt" in row:
-        prompt = _turns(location, row, "prompt", role="user")
-        prompt, (chosen, rejected) = _separated(location, ["chosen", "rejected"], prompt, [chosen, rejected])
     else:
-        shared = shared_prefix(chosen, rejected)
-        prompt = chosen[:shared]
-        chosen = chosen[shared:]
-        rejected = rejected[shared:]
-    for column, completion in (("chosen", chosen), ("rejected", rejected)):
-        _require_assistant(location, column, completion)
-    margin = row.get("margin", 0.0)
-    if not is_number(margin):
-        raise UserError(f"{location}: column 'margin' must be a finite number, got {margin!r}: fix the row")
-    return PreferenceRow(prompt, [chosen, rejected], [(0, 1)], [float(margin)], row_tools(location, row))
+        whole = [_messages(location, row, name) for name, _ in answers]
+        shared = shared_prefix(*whole)
+        prompt = whole[0][:shared]
+        completions = [turns[shared:] for turns in whole]
+    for (name, _), completion in zip(answers, completions, strict=True):
+        _require_assistant(location, name, completion)
+    margin = number_column(location, row, "margin") if "margin" in row else 0.0
+    return PreferenceRow(prompt, completions, [(0, 1)], [margin], row_tools(location, row))
 
 
 def read_labelled_row(location: str, row: Row) -> LabelledRow:
@@ -255,8 +250,9 @@ def read_labelled_row(location: str, row: Row) -> LabelledRow:
         completions = [record.completions[i] for i in indices]
         return LabelledRow(record.prompt, completions, [i in chosen for i in indices], record.tools)
     _require_whole(location, row)
-    whole = "messages" in row and not {"prompt", "completion"} & set(row)
-    if not whole and not {"prompt", "completion"} <= set(row):
+    parts = {"prompt", "completion"}
+    whole = "messages" in row and not parts & set(row)
+    if not whole and not parts <= set(row):
         wanted = ["prompt + completion + label", "messages + label", "prompt + chosen + rejected"]
         raise unreadable_row_error(location, row, wanted)
     label = read_label(row["label"])
@@ -266,12 +262,10 @@ def read_labelled_row(location: str, row: Row) -> LabelledRow:
             "the row"
         )
     if whole:
-        messages = _messages(location, row, "messages")
-        prompt, completion = messages[:-1], messages[-1:]
+        *prompt, last = _messages(location, row, "messages")
+        completion = [last]
     else:
-        prompt = _turns(location, row, "prompt", role="user")
-        completion = _turns(location, row, "completion", role="assistant")
-        prompt, (completion,) = _separated(location, ["completion"], prompt, [completion])
+        prompt, (completion,) = _completed(location, row, ("completion", row["completion"]))
     _require_assistant(location, "messages" if whole else "completion", completion)
     return LabelledRow(prompt, [completion], [label], row_tools(location, row))
 
@@ -279,13 +273,10 @@ def read_labelled_row(location: str, row: Row) -> LabelledRow:
 def read_stepwise_row(location: str, row: Row) -> StepwiseRow:
     """Read a row with the steps of a completion (stepwise supervision)."""
     _require_whole(location, row)
-    if any(name not in row for name in ("prompt", "completions", "labels")):
+    if not set(STEPS) <= set(row):
         raise unreadable_row_error(location, row, ["prompt + completions + labels"])
-    steps = row["completions"]
-    labels = row["labels"]
-    if not isinstance(steps, list) or not isinstance(labels, list) or not steps or len(steps) != len(labels):
-        raise _unequal_lists(location, row, "completions", "labels")
-    texts = [_text(location, {"completions": step}, "completions") for step in steps]
+    steps, labels = _equal_lists(location, row, "completions", "labels")
+    texts = [text_column(location, {"completions": step}, "completions") for step in steps]
     wrong = [label for label in labels if not (isinstance(label, bool) or is_number(label)) or not 0 <= label <= 1]
     if wrong:
         raise UserError(
@@ -327,7 +318,7 @@ def read_prompt_row(location: str, row: Row) -> PromptRow:
 
 def read_ptx_row(location: str, row: Row) -> ConversationRow:
     """Read a row of pretraining text, or a conversation."""
-    return ConversationRow(text=_text(location, row, "text")) if "text" in row else read_sft_row(location, row)
+    return ConversationRow(text=text_column(location, row, "text")) if "text" in row else read_sft_row(location, row)
 
 
 def require_text(location: str, row: Row) -> None:
@@ -390,15 +381,10 @@ def _ranked(location: str, row: Row) -> PreferenceRow:
     """All pairs of a ranked list, lower ranks first; equal ranks make no pair (InstructGPT, section 3.5)."""
     if "prompt" not in row:
         raise unreadable_row_error(location, row, ["prompt + responses + ranks"])
-    responses = row["responses"]
-    ranks = row["ranks"]
-    if not isinstance(responses, list) or not isinstance(ranks, list) or len(responses) != len(ranks):
-        raise _unequal_lists(location, row, "responses", "ranks")
+    responses, ranks = _equal_lists(location, row, "responses", "ranks", least=0)
     if not all(is_number(rank) for rank in ranks):
         raise UserError(f"{location}: column 'ranks' must contain finite numbers, got {ranks!r}: fix the row")
-    prompt = _turns(location, row, "prompt", role="user")
-    completions = [_turns(location, {"responses": response}, "responses", role="assistant") for response in responses]
-    prompt, completions = _separated(location, ["responses"] * len(completions), prompt, completions)
+    prompt, completions = _completed(location, row, *(("responses", response) for response in responses))
     for completion in completions:
         _require_assistant(location, "responses", completion)
     pairs = [
@@ -429,16 +415,16 @@ def _require_assistant(location: str, column: str, completion: Sequence[Message]
         )
 
 
-def _unequal_lists(location: str, row: Row, first: str, second: str) -> UserError:
-    """The error for two columns that are not non-empty lists of equal length."""
-    sizes = [
-        f"{len(row[name])}" if isinstance(row[name], list) else type(row[name]).__name__ for name in (first, second)
-    ]
-    return UserError(
-        f"{location}: columns {first!r} and {second!r} must be non-empty lists of equal length, got "
-        f"{' and '.join(sizes)}: "
-        "fix the row"
-    )
+def _equal_lists(location: str, row: Row, *names: str, least: int = 1) -> list[list[Any]]:
+    """The values of columns that are lists of equal length, of at least `least` items."""
+    values = [row[name] for name in names]
+    sizes = [len(value) if isinstance(value, list) else type(value).__name__ for value in values]
+    if len({*sizes}) > 1 or not isinstance(sizes[0], int) or sizes[0] < least:
+        raise UserError(
+            f"{location}: columns {' and '.join(map(repr, names))} must be non-empty lists of equal length, got "
+            f"{' and '.join(map(str, sizes))}: fix the row"
+        )
+    return values
 
 
 def unreadable_row_error(location: str, row: Row, wanted: Sequence[str]) -> UserError:
@@ -457,7 +443,7 @@ def _turns(location: str, row: Row, column: str, *, role: str) -> list[Message]:
     """The turns in a column: messages, or text as one turn of the given role."""
     if isinstance(row[column], str):
         _refuse_written_messages(location, column, row[column])
-        return [{"role": role, "content": _text(location, row, column)}]
+        return [{"role": role, "content": text_column(location, row, column)}]
     return _messages(location, row, column)
 
 
@@ -475,13 +461,40 @@ def _refuse_written_messages(location: str, column: str, text: str) -> None:
         )
 
 
-def _text(location: str, row: Row, column: str) -> str:
-    value = row[column]
-    if not isinstance(value, str):
-        raise UserError(f"{location}: column {column!r} must be text, got {type(value).__name__}: fix the row")
-    if not value.strip():
-        raise UserError(f"{location}: column {column!r} must not be empty, got {value!r}: fill it or remove the row")
+def column(location: str, row: Row, name: str, kind: type, what: str) -> Any:
+    """The value of a column.
+
+    Raises:
+        UserError: if it is missing or of another type.
+    """
+    value = row.get(name)
+    if not isinstance(value, kind):
+        kind_of_value = "none" if name not in row else type(value).__name__
+        raise UserError(f"{location}: column {name!r} must be {what}, got {kind_of_value}: fix the row")
     return value
+
+
+def text_column(location: str, row: Row, name: str) -> str:
+    """The non-empty text of a column.
+
+    Raises:
+        UserError: if it is missing, empty or not text.
+    """
+    text: str = column(location, row, name, str, "text")
+    if not text.strip():
+        raise UserError(f"{location}: column {name!r} must not be empty, got {text!r}: fill it or remove the row")
+    return text
+
+
+def number_column(location: str, row: Row, name: str) -> float:
+    """The finite number of a column.
+
+    Raises:
+        UserError: if it is missing or anything else.
+    """
+    if not is_number(row.get(name)):
+        raise UserError(f"{location}: column {name!r} must be a finite number, got {row.get(name)!r}: fix the row")
+    return float(row[name])
 
 
 def _messages(location: str, row: Row, column: str) -> list[Message]:
@@ -494,6 +507,13 @@ def _messages(location: str, row: Row, column: str) -> list[Message]:
         raise UserError(f"{location}: column {column!r} must be {wanted}, got {found}: fix the row")
     place = f"{location}: column {column!r}"
     return with_ordered_results(place, [read_message(place, message) for message in value])
+
+
+def _completed(location: str, row: Row, *answers: tuple[str, Any]) -> tuple[list[Message], list[list[Message]]]:
+    """The prompt of a row and its completions, values of columns; see `_separated`."""
+    prompt = _turns(location, row, "prompt", role="user")
+    completions = [_turns(location, {name: answer}, name, role="assistant") for name, answer in answers]
+    return _separated(location, [name for name, _ in answers], prompt, completions)
 
 
 def _separated(

@@ -84,14 +84,8 @@ def led(text: str) -> str:
 
 def is_sharegpt(row: Row) -> bool:
     """Return True if a row has a conversation of ShareGPT."""
-    turns = next((row[name] for name in SHARED if name in row), None)
-    first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
+    first = _first_keys(row, next((name for name in SHARED if name in row), ""))
     return "from" in first or (bool(first) and not {"messages", "prompt"} & set(row))
-
-
-def is_alpaca(row: Row) -> bool:
-    """Return True if a row has an instruction with its output."""
-    return "instruction" in row and ("output" in row or {"chosen", "rejected"} <= set(row))
 
 
 def is_openai(row: Row) -> bool:
@@ -112,36 +106,23 @@ def is_query(row: Row) -> bool:
 
 def is_ultrafeedback(row: Row) -> bool:
     """Return True if a row has completions with scores."""
-    completions = row.get("completions")
-    scored = isinstance(completions, list) and bool(completions) and isinstance(completions[0], dict)
-    return "instruction" in row and scored and "response" in row["completions"][0]
-
-
-def is_comparison(row: Row) -> bool:
-    """Return True if a row compares two summaries or two answers."""
-    return {"summaries", "choice"} <= set(row) or {"question", "answer_0", "answer_1"} <= set(row)
-
-
-def is_helpsteer2(row: Row) -> bool:
-    """Return True if a row has an answer with its ratings, or two answers and which is better."""
-    return {"prompt", "response", "helpfulness"} <= set(row) or {
-        "prompt",
-        "response_1",
-        "response_2",
-        "preference_strength",
-    } <= set(row)
-
-
-def is_helpsteer3(row: Row) -> bool:
-    """Return True if a row has a conversation with two answers and which is better."""
-    return {"context", "response1", "response2", "overall_preference"} <= set(row)
+    return "instruction" in row and {"response"} <= _first_keys(row, "completions")
 
 
 def is_nectar(row: Row) -> bool:
     """Return True if a row has a dialogue with ranked answers."""
-    answers = row.get("answers")
-    ranked = isinstance(answers, list) and bool(answers) and isinstance(answers[0], dict)
-    return "prompt" in row and ranked and {"answer", "rank"} <= set(row["answers"][0])
+    return "prompt" in row and {"answer", "rank"} <= _first_keys(row, "answers")
+
+
+def _first_keys(row: Row, name: str) -> set[str]:
+    """The keys of the first object in a list of objects."""
+    values = row.get(name)
+    return set(values[0]) if isinstance(values, list) and values and isinstance(values[0], dict) else set()
+
+
+def has_columns(*forms: set[str]) -> Callable[[Row], bool]:
+    """A predicate that is true for a row that has all columns of one of several forms."""
+    return lambda row: any(form <= set(row) for form in forms)
 
 
 def is_tree(row: Row) -> bool:
@@ -154,16 +135,23 @@ MATCHES: dict[FormatName, Callable[[Row], bool]] = {
     "hh": is_dialogue,
     "sharegpt": is_sharegpt,
     "ultrafeedback": is_ultrafeedback,
-    "alpaca": is_alpaca,
+    "alpaca": has_columns({"instruction", "output"}, {"instruction", "chosen", "rejected"}),
     "openassistant": is_tree,
-    "helpsteer2": is_helpsteer2,
-    "helpsteer3": is_helpsteer3,
+    "helpsteer2": has_columns(
+        {"prompt", "response", "helpfulness"}, {"prompt", "response_1", "response_2", "preference_strength"}
+    ),
+    "helpsteer3": has_columns({"context", "response1", "response2", "overall_preference"}),
     "nectar": is_nectar,
-    "openai_comparisons": is_comparison,
+    "openai_comparisons": has_columns({"summaries", "choice"}, {"question", "answer_0", "answer_1"}),
     "query": is_query,
     "openai_messages": is_openai,
 }
 """Predicates that recognise a row's format, in the order in which they are tried."""
+
+
+def detected_format(row: Row) -> FormatName | None:
+    """The first format that a row has."""
+    return next((name for name, matches in MATCHES.items() if matches(row)), None)
 
 
 def published_format(row: Row) -> FormatName | None:
@@ -171,11 +159,10 @@ def published_format(row: Row) -> FormatName | None:
 
     A question with its answer may be a row for SFT or, with other names, for RL: its format is not told.
     """
-    detected = next((name for name, matches in MATCHES.items() if matches(row)), None)
+    detected = detected_format(row)
     if detected == "openai_messages":
         must_convert = {*REJECTED, "kto_tag"} & set(row) or set(PREFERRED) <= set(row) or answers_messages(row)
-        must_convert = must_convert or is_whole_completion(row)
-        return detected if must_convert else None
+        return detected if must_convert or is_whole_completion(row) else None
     return None if detected == "query" else detected
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow
@@ -71,9 +72,9 @@ class RowReader:
             UserError: for an invalid row, or if there is none, as in a file of blank lines.
         """
         is_empty = True
-        for location, row in self._read(_raise):
+        for located_row in self.readable_rows(_raise):
             is_empty = False
-            yield location, with_messages(row)
+            yield located_row
         if is_empty:
             raise UserError(_empty(self.source))
 
@@ -170,8 +171,7 @@ def _open_files(source: DataSource, files: Sequence[Path]) -> RowReader:
 
     def count() -> int | None:
         counts = [count_rows(file) for file in files]
-        known = [rows for rows in counts if rows is not None]
-        return sum(known) if len(known) == len(counts) else None
+        return None if None in counts else sum(filter(None, counts))
 
     return RowReader(source, fingerprint, read, count)
 
@@ -183,8 +183,17 @@ def _file_rows(source: DataSource, file: Path, on_bad_line: OnBadLine) -> Locate
     return decode_cells(rows, on_bad_line) if file_type(file) == ".csv" else rows
 
 
+def _value(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a column, or of a key within one; None if there is none."""
+    if name in row:
+        return row[name]
+    column, _, rest = name.partition(".")
+    inner = row.get(column)
+    return _value(inner, rest) if rest and isinstance(inner, Mapping) else None
+
+
 def _renamed(rows: LocatedRows, columns: Mapping[str, str], name: str) -> LocatedRows:
-    """Rows with columns renamed as steps read them.
+    """Rows with columns renamed as steps read them; `a.b` is the key b of the mappings in column a, which stays.
 
     Raises:
         UserError: after the last row, if no row has one of the columns.
@@ -194,9 +203,10 @@ def _renamed(rows: LocatedRows, columns: Mapping[str, str], name: str) -> Locate
     replaced = {*columns, *missing}
     for location, row in rows:
         last = row
-        missing -= row.keys()
+        found = {new: value for new, old in columns.items() if (value := _value(row, old)) is not None}
+        missing -= {columns[new] for new in found}
         unchanged = {column: value for column, value in row.items() if column not in replaced}
-        yield location, unchanged | {new: row[old] for new, old in columns.items() if old in row}
+        yield location, unchanged | found
     if last is not None and missing:
         raise UserError(
             f"{name}: a source's columns must be columns of its rows, no row has {', '.join(sorted(missing))}, the "

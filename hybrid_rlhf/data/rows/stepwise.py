@@ -66,16 +66,13 @@ def encode_stepwise_row(
             )
     except UserError as error:
         raise UserError(f"{location}: {error}") from error
-    ids = tokens.input_ids
-    ends = tokens.ends
-    first = tokens.first
-    full_length = len(ids)
-    surplus = max(0, min(first, full_length - limit))
-    ids = ids[surplus:][:limit]
-    ends = [end - surplus for end in ends if end - surplus < limit]
+    full_length = len(tokens.input_ids)
+    surplus = max(0, min(tokens.first, full_length - limit))
+    ids = tokens.input_ids[surplus:][:limit]
+    ends = [end - surplus for end in tokens.ends if end - surplus < limit]
     columns = {
         "responses": [ids],
-        "masks": [[i >= first - surplus for i in range(len(ids))]],
+        "masks": [[i >= tokens.first - surplus for i in range(len(ids))]],
         "ends": ends,
         "labels": record.labels[: len(ends)],
         "length": len(ids),

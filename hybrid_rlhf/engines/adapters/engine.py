@@ -8,9 +8,8 @@ Shapes: T tokens of a row.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +28,7 @@ from hybrid_rlhf.data.loaders import shard_batch
 from hybrid_rlhf.engines.adapters.adapter import Adapter, LinearLayer
 from hybrid_rlhf.engines.adapters.files import ParkedTensors, read_optimizer, read_state, write_folder
 from hybrid_rlhf.engines.adapters.products import AdapterProducts, StackedFactors
+from hybrid_rlhf.functional.transfers import moved
 from hybrid_rlhf.models.lora import linear_layers, modules_selected, require_plain
 from hybrid_rlhf.models.packing import pack_parts, pads
 from hybrid_rlhf.models.policy import HeadLogprobs
@@ -114,7 +114,6 @@ class AdapterEngine:
         self._layers = {name: _linear_layer(name, module) for name, module in modules.items()}
         self._transposed = any(isinstance(module, Conv1D) for module in modules.values())
         self._products = AdapterProducts(modules)
-        self._stack: tuple[Any, StackedFactors] | None = None
         self._adapters: OrderedDict[str, Adapter] = OrderedDict()
         """Adapters by name, the one that was used last at the end."""
         self._parked: dict[str, ParkedTensors] = {}
@@ -165,7 +164,8 @@ class AdapterEngine:
         Raises:
             UserError: when the name is taken, or the layers do not exist.
         """
-        self._require_new(name)
+        if name in self._adapters:
+            raise UserError(f"an adapter must have a new name, {name} exists: choose another, or remove it first")
         adapter = self._new(self._targets(lora.target_modules), rank=lora.rank, alpha=lora.alpha)
         adapter.initialise(seed)
         self._adapters[name] = adapter
@@ -255,13 +255,12 @@ class AdapterEngine:
         for batch in batches:
             numbers = [number for number, row in enumerate(rows) if row.adapter in batch]
             adapters = [self._resident(name) for name in batch]
-            stacked = self._take_stack(adapters)
+            stacked = StackedFactors(adapters, self.world.device)
             with torch.set_grad_enabled(not learning.isdisjoint(batch)):
                 results |= self._computed(rows, numbers, adapters, batch, stacked)
             computed.append((batch, adapters, stacked))
         for batch, adapters, stacked in computed:  # not before all are computed
             stacked.add_gradients(adapters, [name in learning for name in batch])
-            self._stack = (StackedFactors.key(adapters), stacked)
         self._park_oldest()
         return [results[number] for number in range(len(rows))]
 
@@ -332,7 +331,6 @@ class AdapterEngine:
         stacked: StackedFactors,
     ) -> dict[int, RowResult]:
         """Results of the rows with these numbers, which are of these adapters; their gradients are in `stacked`."""
-        stacked.read(adapters)
         results: dict[int, RowResult] = {}
         failure = None
         try:
@@ -366,11 +364,21 @@ class AdapterEngine:
         stacked: StackedFactors,
     ) -> dict[int, RowResult]:
         """Forward and backward of rows, whose numbers are given by adapter."""
+        order = [number for numbers in by_adapter for number in numbers]
+        chosen = [rows[number] for number in order]
+        device = self.world.device
+        lengths = [len(row.tokens) for row in chosen]
+        input_ids = pad_sequence([row.tokens.cpu() for row in chosen], batch_first=True)
+        real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        parts = [len(numbers) for numbers in by_adapter]
+        arguments = moved(pack_parts(self.lm, input_ids, real, parts, device=device), device)
+        tokens = [sum(len(rows[number].tokens) for number in numbers) for numbers in by_adapter]
         results = {}
         losses = []
-        with self._outputs(rows, by_adapter, adapters, stacked) as outputs:
-            for number, (logprobs, _) in outputs.items():
-                row = rows[number]
+        with self._products.of(stacked, [adapter.scale for adapter in adapters], tokens):
+            hidden = backbone_of(self.lm)(**arguments, use_cache=False).last_hidden_state[0]
+            of_rows = self._logprobs(hidden, chosen).split(lengths)
+            for number, row, logprobs in zip(order, chosen, of_rows, strict=True):
                 loss = None if row.loss is None else row.loss(logprobs)
                 losses += [] if loss is None else [loss]
                 results[number] = RowResult(logprobs.detach().cpu(), None if loss is None else float(loss.detach()))
@@ -378,54 +386,19 @@ class AdapterEngine:
                 torch.stack(losses).sum().backward()
         return results
 
-    @contextlib.contextmanager
-    def _outputs(
-        self,
-        rows: Sequence[AdapterRow],
-        by_adapter: Sequence[Sequence[int]],
-        adapters: Sequence[Adapter],
-        stacked: StackedFactors,
-    ) -> Iterator[dict[int, Tensor]]:
-        """Context of forward and backward of rows, whose numbers are given by adapter: log-probs and entropies [2, T]
-        of each row by its number."""
-        order = [number for numbers in by_adapter for number in numbers]
-        device = self.world.device
-        lengths = [len(rows[number].tokens) for number in order]
-        input_ids = pad_sequence([rows[number].tokens for number in order], batch_first=True).to(device)
-        real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        arguments = pack_parts(self.lm, input_ids, real.to(device), [len(numbers) for numbers in by_adapter])
-        tokens = [sum(len(rows[number].tokens) for number in numbers) for numbers in by_adapter]
-        products = self._products.of(stacked, [adapter.scale for adapter in adapters], tokens)
-        with products:
-            hidden = backbone_of(self.lm)(**arguments, use_cache=False).last_hidden_state[0]
-            outputs = self._head_outputs(hidden, [rows[number] for number in order])
-            yield dict(zip(order, outputs.split(lengths, dim=1), strict=True))
-
-    def _head_outputs(self, hidden: Tensor, rows: Sequence[AdapterRow]) -> Tensor:
-        """Log-probs and entropies [2, T of all rows] of the targets, 0 where a mask is 0."""
+    def _logprobs(self, hidden: Tensor, rows: Sequence[AdapterRow]) -> Tensor:
+        """Log-probs [T of all rows] of the targets, 0 where a mask is 0."""
         device = hidden.device
         targets = torch.cat([row.targets for row in rows]).to(device)
-        if all(row.mask is None and row.temperature == rows[0].temperature for row in rows):
-            return torch.stack(self._head(hidden, targets, rows[0].temperature))
         masks = [torch.ones(len(row.tokens)) if row.mask is None else row.mask.cpu() for row in rows]
         wanted = torch.cat([mask.bool() for mask in masks])
         lengths = torch.tensor([len(row.tokens) for row in rows])
         temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64).repeat_interleave(lengths)
-        places = []
-        values = []
+        logprobs = hidden.new_zeros(len(targets), dtype=torch.float32)
         for temperature in dict.fromkeys(row.temperature for row in rows):
-            of_rows = (wanted & (temperatures == temperature)).nonzero().squeeze(1).to(device)
-            places.append(of_rows)
-            values.append(torch.stack(self._head(hidden[of_rows], targets[of_rows], temperature)))
-        outputs = hidden.new_zeros(2, len(targets), dtype=torch.float32)
-        return outputs.index_copy(1, torch.cat(places), torch.cat(values, dim=1))
-
-    def _take_stack(self, adapters: Sequence[Adapter]) -> StackedFactors:
-        """Memory for the factors of adapters, with gradients of 0: that of the last batch if it serves them."""
-        known = self._stack
-        self._stack = None
-        fits = known is not None and known[0] == StackedFactors.key(adapters)
-        return known[1] if known is not None and fits else StackedFactors(adapters, self.world.device)
+            places = (wanted & (temperatures == temperature)).nonzero().squeeze(1).to(device)
+            logprobs = logprobs.index_copy(0, places, self._head(hidden[places], targets[places], temperature)[0])
+        return logprobs
 
     def _check(self, rows: Sequence[AdapterRow]) -> None:
         vocabulary = self.lm.get_input_embeddings().num_embeddings
@@ -462,10 +435,6 @@ class AdapterEngine:
             hint = nearest_hint(name, self._adapters, otherwise="add it first")
             raise UserError(f"an adapter must have been added, got {name}: {hint}")
         return self._adapters[name]
-
-    def _require_new(self, name: str) -> None:
-        if name in self._adapters:
-            raise UserError(f"an adapter must have a new name, {name} exists: choose another, or remove it first")
 
     def _resident(self, name: str) -> Adapter:
         """An adapter, on the device."""

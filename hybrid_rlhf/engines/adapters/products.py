@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ class StackedFactors:
     """Copies of the factors of some adapters, stacked by layer, and one gradient for all of them."""
 
     def __init__(self, adapters: Sequence[Adapter], device: torch.device) -> None:
-        """Allocate memory for adapters with these ranks and layers."""
+        """Copy the weights of the adapters."""
         layers = {layer.name: layer for adapter in adapters for layer in adapter.layers}
         shapes = [
             (len(adapters), _padded(max(adapter.rank for adapter in adapters)), _padded(size))
@@ -49,7 +48,7 @@ class StackedFactors:
             factors.append(factor)
         self.of_layer = dict(zip(layers, zip(factors[::2], factors[1::2], strict=True), strict=True))
         """First factor [A, R, K] and second one [A, R, N] of each layer, padded, by its name."""
-        self._values: list[Tensor] = []
+        copies: list[Tensor] = []
         self._gradients: list[list[Tensor]] = []
         for number, adapter in enumerate(adapters):
             of_adapter: list[Tensor] = []
@@ -57,28 +56,17 @@ class StackedFactors:
                 for factor, size in zip(self.of_layer[layer.name], (layer.inputs, layer.outputs), strict=True):
                     assert factor.grad is not None
                     place = (number, slice(adapter.rank), slice(size))
-                    self._values.append(factor.detach()[place])
+                    copies.append(factor.detach()[place])
                     of_adapter.append(factor.grad[place])
             self._gradients.append(of_adapter)
-
-    @staticmethod
-    def key(adapters: Sequence[Adapter]) -> tuple[Any, ...]:
-        """Ranks and layers of adapters: stacked factors serve all adapters with the same key."""
-        return tuple((adapter.rank, adapter.layers) for adapter in adapters)
-
-    @torch.no_grad()
-    def read(self, adapters: Sequence[Adapter]) -> None:
-        """Copy the weights of the adapters."""
-        torch._foreach_copy_(self._values, [part for adapter in adapters for part in adapter.parts("weights")])
+        torch._foreach_copy_(copies, [part for adapter in adapters for part in adapter.parts("weights")])
 
     @torch.no_grad()
     def add_gradients(self, adapters: Sequence[Adapter], learns: Sequence[bool]) -> None:
-        """Add the gradients to those of the adapters that learn, and set them to 0."""
+        """Add the gradients to those of the adapters that learn."""
         for adapter, gradients, wanted in zip(adapters, self._gradients, learns, strict=True):
             if wanted:
                 torch._foreach_add_(adapter.parts("gradient"), gradients)
-        if any(learns):
-            self.gradient.zero_()
 
 
 class AdapterProducts:

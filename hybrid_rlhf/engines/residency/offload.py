@@ -152,7 +152,7 @@ class OffloadedStates:
                 torch.cuda.synchronize(self._device)  # copies out of the old ones
             self._buffers.pop(name, None)
             self._buffers[name] = host_buffers(tensors, self._device)
-        return self._buffers[name]
+        return self._buffers.get(name, [])  # an optimizer has no states before its first update
 
 
 class OffloadedWeights:

@@ -20,9 +20,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     muon_momentum,
     optimizer_slice,
     partition_of,
-    partitions_optimizer_states,
     swaps_optimizer_states,
-    trained_by_muon,
     wrapped_optimizer,
 )
 from hybrid_rlhf.models.fragment_files import WEIGHT, Fragment
@@ -31,6 +29,8 @@ from hybrid_rlhf.runtime.world import World
 
 _MOMENTUM = "momentum_buffer"
 """Kind of Muon's momentum."""
+_EIGHT_BIT = ("state1", "state2", "absmax1", "absmax2")
+"""Kinds of bitsandbytes' states: codes of both moments, and the largest magnitude of each block."""
 
 
 def _held(name: str, parameter: nn.Parameter, world: World, *, is_replicated: bool) -> Fragment:
@@ -92,16 +92,18 @@ def training_fragments(engine: DeepSpeedEngine, world: World) -> Iterator[Fragme
             "offload_optimizer to cpu, or disable checkpoints"
         )
     states = wrapped_optimizer(engine).state
-    is_replicated = not partitions_optimizer_states(engine)
+    is_replicated = engine.zero_optimization_stage() == 0
     for name, parameter in engine.module.named_parameters():
         place = optimizer_slice(engine, parameter) if parameter.requires_grad else None
         if place is None:
             continue
         held = _held(name, parameter, world, is_replicated=is_replicated)
-        if trained_by_muon(parameter):
-            values = place.flat.detach().flatten()[place.start : place.start + place.elements]
+        if has_eight_bits(engine):
+            yield held.part(place.offset, {WEIGHT: place.of(place.flat)})
+            continue
+        if getattr(parameter, "use_muon", False):
             momentum = muon_momentum(engine, parameter, place)
-            yield held.part(place.offset, {WEIGHT: values})
+            yield held.part(place.offset, {WEIGHT: place.of(place.flat)})
             yield replace(held, is_copy=momentum.is_copy).part(momentum.offset, {_MOMENTUM: momentum.values})
             continue
         if not states[place.flat]:  # AdamW creates the states in its first step
@@ -112,11 +114,28 @@ def training_fragments(engine: DeepSpeedEngine, world: World) -> Iterator[Fragme
                 exp_avg_sq=zeros(place.flat),
             )
         moments = {kind: state for kind, state in states[place.flat].items() if state.dim()}
-        tensors = {
-            kind: tensor.detach().flatten()[place.start : place.start + place.elements]
-            for kind, tensor in {WEIGHT: place.flat, **moments}.items()
-        }
-        yield held.part(place.offset, tensors)
+        states_of_weight = {WEIGHT: place.flat, **moments}
+        yield held.part(place.offset, {kind: place.of(state) for kind, state in states_of_weight.items()})
+    if has_eight_bits(engine):
+        yield from _eight_bit_fragments(engine, world)
+
+
+def has_eight_bits(engine: DeepSpeedEngine) -> bool:
+    """True if the moments are in 8 bits: only the same ranks and ZeRO stage can read their blocks."""
+    return hasattr(wrapped_optimizer(engine), "name2qmap")
+
+
+def _eight_bit_fragments(engine: DeepSpeedEngine, world: World) -> Iterator[Fragment]:
+    """Yield the moments of each tensor that bitsandbytes updates, as this rank has them."""
+    optimizer = wrapped_optimizer(engine)
+    for number, group in enumerate(optimizer.param_groups):
+        for place, flat in enumerate(group["params"]):
+            states = optimizer.state[flat]
+            if not states:
+                optimizer.init_state(group, flat, number, place)
+            for kind in (kind for kind in _EIGHT_BIT if kind in states):
+                name = f"optimizer.{number}.{place}@{world.rank}of{world.size}"
+                yield Fragment(name, 0, {kind: states[kind].view(-1)})
 
 
 def optimizer_steps(engine: DeepSpeedEngine) -> int:
@@ -128,8 +147,10 @@ def optimizer_steps(engine: DeepSpeedEngine) -> int:
 def set_optimizer_steps(engine: DeepSpeedEngine, steps: int) -> None:
     """Set the optimizer's step count; it must have states. Muon's have none."""
     for state in wrapped_optimizer(engine).state.values():
-        if "step" in state:
+        if isinstance(state.get("step"), Tensor):
             state["step"].fill_(steps)
+        elif "step" in state:
+            state["step"] = steps
 
 
 def named_tensors(fragments: Iterable[Fragment]) -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,7 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.deepspeed_internals import (
     copy_master_weights_to_model,
@@ -23,6 +24,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.engines.saved.fragments import (
+    has_eight_bits,
     local_values,
     named_tensors,
     optimizer_steps,
@@ -40,9 +42,7 @@ class TrainingState:
         """Args: the engine, and the moving average of its weights if there is one."""
         self.world = engine.world
         self._average = average
-        self._module = engine.module
         self._model = engine
-        self._is_trained = engine.is_trained
 
     @property
     def _engine(self) -> DeepSpeedEngine:
@@ -54,11 +54,12 @@ class TrainingState:
 
     def numbers(self) -> dict[str, Any]:
         """Return the state that is the same on every rank, as JSON values."""
-        if not self._is_trained:
+        if not self._model.is_trained:
             return {}
         engine = self._engine
         schedule: Any = engine.lr_scheduler
         return {
+            "ranks": self.world.size,
             "zero_stage": int(engine.zero_optimization_stage()),
             "optimizer_steps": optimizer_steps(engine),
             "schedule": {"last_epoch": schedule.last_epoch},
@@ -70,19 +71,26 @@ class TrainingState:
         """Restore a state written by any number of ranks in any ZeRO stage. Every rank must make this call.
 
         Raises:
-            UserError: when the files belong to another model.
+            UserError: when the files belong to another model, or to other ranks than moments in 8 bits need.
         """
+        if self._model.is_trained and has_eight_bits(self._engine):
+            written, found = ((given["ranks"], given["zero_stage"]) for given in (numbers, self.numbers()))
+            if written != found:
+                raise UserError(
+                    "optimizer.name adamw_8bit resumes with the number of ranks and the ZeRO stage of the checkpoint, "
+                    f"{written[0]} and {written[1]}, got {found[0]} and {found[1]}: use those"
+                )
         SavedFragments(files).fill(self._fragments())
-        if self._is_trained:
+        if self._model.is_trained:
             copy_master_weights_to_model(self._engine)
             set_optimizer_steps(self._engine, numbers["optimizer_steps"])
             _restore_numbers(self._engine, numbers)
 
     def _fragments(self) -> Iterator[Fragment]:
-        if self._is_trained:
+        if self._model.is_trained:
             yield from training_fragments(self._engine, self.world)
         else:
-            named = list(self._module.named_parameters())
+            named = list(self._model.module.named_parameters())
             yield from parameter_fragments(named, (local_values(p) for _, p in named), kind=WEIGHT, world=self.world)
         if self._average is not None:
             yield from self._average.fragments(self.world)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar, cast
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.deepspeed_internals import full_shape
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
-from hybrid_rlhf.engines.partition import base_parameters, base_weights, full_weights
+from hybrid_rlhf.engines.partition import BaseWeight, base_parameters, base_weights, full_weights
 from hybrid_rlhf.generation.engine import default_stop_token_ids
 from hybrid_rlhf.generation.weights.inference_weights import DescribedModel, DescribeModel
 from hybrid_rlhf.runtime.world import World
@@ -155,36 +155,33 @@ class WeightBroadcast:
         weights = {weight.name: weight for weight in base_weights(lm)}
         sent = [weights[weight.name] for bucket in buckets for weight in bucket.weights]
         full = full_weights(sent, bucket_elements=BUCKET_ELEMENTS)
-
-        def fill(views: list[Tensor]) -> None:
-            for view in views:
-                view.copy_(next(full).merged())
-
         if self._path.is_member:
-            deque(self._broadcast(buckets, fill, checked=checked), maxlen=0)
+            deque(self._broadcast(buckets, full, checked=checked), maxlen=0)
         deque(full, maxlen=0)  # the other ranks only gather; its end releases the last weights
 
     def receive(self, *, everything: bool, checked: bool) -> Iterator[tuple[str, Tensor, bool]]:
         """Receive the weights for `InferenceWeights.build`; arguments as in `send`. A weight is valid until the next
         one."""
         buckets = self._buckets(everything=everything)
-        for weight, values in self._broadcast(buckets, lambda views: None, checked=checked):
+        for weight, values in self._broadcast(buckets, iter(()), checked=checked):
             yield weight.name, values, False
 
     def _buckets(self, *, everything: bool) -> list[Bucket]:
         return self._model.buckets(everything=everything, bucket_elements=BUCKET_ELEMENTS)
 
     def _broadcast(
-        self, buckets: Sequence[Bucket], fill: Callable[[list[Tensor]], None], *, checked: bool
+        self, buckets: Sequence[Bucket], sent: Iterator[BaseWeight], *, checked: bool
     ) -> Iterator[tuple[SentWeight, Tensor]]:
-        """Broadcast buckets, all in one buffer, which `fill` fills on the source; yields weights and their values."""
+        """Broadcast buckets, all in one buffer; yields weights and their values. `sent` has the weights on the source,
+        and is empty on other ranks."""
         self.checksums = {}
         largest = max((bucket.nbytes for bucket in buckets), default=0)
         buffer = torch.empty(largest, dtype=torch.uint8, device=self._path.device)
         for bucket in buckets:
             message = buffer[: bucket.nbytes]
             views = bucket.views(message)
-            fill(views)
+            for view, weight in zip(views, sent, strict=False):
+                view.copy_(weight.merged())
             self._path.broadcast(message, source=self._source)
             if checked:
                 sums = torch.stack([checksum(view.view(-1)) for view in views]).tolist()

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.engines.separate.broadcast import SyncRanks
-from hybrid_rlhf.engines.separate.synced import SyncedWeights, SyncSettings
+from hybrid_rlhf.engines.separate.synced import SyncedWeights
 from hybrid_rlhf.functional.logprobs import agreement
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.scoring import InferenceScorer, described_scorer
@@ -46,6 +46,8 @@ class CriticCopy:
             UserError: on every rank of critic and copy, when the critic has no inference weights for such groups.
         """
         self.world = world
+        self.shares_prefixes = False
+        """As in Reader: inference weights compute each row alone."""
         self._ranks = SyncRanks.of(critic.world, world)
         self._critic = critic
         group = world.split(tensor_parallel)
@@ -56,11 +58,14 @@ class CriticCopy:
         self._scorer: InferenceScorer | None = None
         self._weights: SyncedWeights | None = None
         if self._ranks.union.is_member:
-            settings = SyncSettings(
-                "critic", "placement.critic_copy", describe=described_scorer, check_weights=check_weights
-            )
             self._weights = SyncedWeights(
-                critic, settings, ranks=self._ranks, group=group if world.is_member else None, release=self._release
+                critic,
+                ranks=self._ranks,
+                group=group if world.is_member else None,
+                key="placement.critic_copy",
+                describe=described_scorer,
+                check_weights=check_weights,
+                release=self._release,
             )
 
     def sync(self) -> None:
@@ -91,7 +96,7 @@ class CriticCopy:
         weights = self._weights
         critic = self._critic
         assert weights is not None
-        ids = torch.tensor([probe_tokens(weights.model.described.architecture.vocab_size)], device=self.world.device)
+        ids = torch.tensor([probe_tokens(weights.model.described.architecture.vocab_size)])
         expected: Tensor = self._ranks.of_source(critic(ids, ids >= 0)[0].cpu() if critic.world.is_member else None)
         if not bool(expected.isfinite().all()):
             return  # the weights are not finite, which the loop reports

@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
@@ -26,7 +28,7 @@ from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.engines.sampling_engine import backend_maker, groups_of
 from hybrid_rlhf.engines.separate.broadcast import SyncRanks
-from hybrid_rlhf.engines.separate.synced import SyncedWeights, SyncSettings
+from hybrid_rlhf.engines.separate.synced import SyncedWeights
 from hybrid_rlhf.engines.weight_check import Rerouted, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
@@ -34,6 +36,8 @@ from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.runtime.world import World
+
+T = TypeVar("T")
 
 
 class SeparateSampler:
@@ -46,6 +50,7 @@ class SeparateSampler:
         world: World,
         rollout: RolloutConfig | None = None,
         max_logprob_diff: float | None = None,
+        weight_check_every: int = 1,
         check_weights: bool = False,
         residency: RoleResidency | None = None,
     ) -> None:
@@ -56,6 +61,7 @@ class SeparateSampler:
             world: ranks that sample; none of them trains the actor.
             rollout: settings of generation; none: the defaults.
             max_logprob_diff: faults.max_logprob_diff of the config.
+            weight_check_every: faults.weight_check_every of the config.
             check_weights: faults.check_weights of the config.
             residency: location of its memory in each phase; none: as set in the rollout section, on ranks without other
                 roles.
@@ -88,29 +94,33 @@ class SeparateSampler:
         self.weights: SyncedWeights | None = None
         """The actor's weights; none on a rank with neither actor nor sampler."""
         if self._ranks.union.is_member:
-            self.weights = self._planned(max_logprob_diff, check_weights=check_weights)
+            self.weights = self._planned(max_logprob_diff, weight_check_every, check_weights=check_weights)
 
-    def _planned(self, max_logprob_diff: float | None, *, check_weights: bool) -> SyncedWeights:
+    def _planned(self, max_logprob_diff: float | None, check_every: int, *, check_weights: bool) -> SyncedWeights:
         """Return the actor's weights; also sets up their check."""
         rollout = self._rollout
         _check_rollout(rollout)
-        settings = SyncSettings(
-            "actor",
-            "placement.sampler",
+        weights = SyncedWeights(
+            self._actor,
+            ranks=self._ranks,
+            group=self.generation_world if self.world.is_member else None,
+            key="placement.sampler",
             dtype=DTYPES.get(rollout.dtype),
             in_place=self._keeps,
             quantization=rollout.quantization,
             check_weights=check_weights,
+            # running completions of a stream keep their cache when packed weights are built anew
+            release=(lambda: None) if self.samples_while_training else self._release_cache,
         )
-        group = self.generation_world if self.world.is_member else None
-        # running completions of a stream keep their cache when packed weights are built anew
-        release = (lambda: None) if self.samples_while_training else self._release_cache
-        weights = SyncedWeights(self._actor, settings, ranks=self._ranks, group=group, release=release)
         quantised = rollout.quantization is not None
         training = weights.model.dtype
         self.max_logprob_diff = logprob_limit(max_logprob_diff, training, weights.dtype, quantised=quantised)
         self._check = WeightCheck(
-            self._ranks.union, max_logprob_diff, quantised=quantised, remedy="leave placement.sampler out"
+            self._ranks.union,
+            max_logprob_diff,
+            quantised=quantised,
+            every=check_every,
+            remedy="leave placement.sampler out",
         )
         return weights
 
@@ -133,14 +143,27 @@ class SeparateSampler:
                 those of the training forward.
         """
         self.work = DecodeWork()
-        decoder = self._synced_decoder()
+        weights = self.weights
+        if weights is None:
+            yield None
+            return
+        self.weight_check_seconds = 0.0
+        start = time.perf_counter()
+        decoder = weights.current(self._verify)
+        self.weight_sync_seconds = time.perf_counter() - start - self.weight_check_seconds
         if decoder is None:
             yield None
             return
         if self._backend is None:
             self._backend = self._make_backend(decoder)
         self._backend.capture_in_runs()
-        generation = self._generation(self._backend, stop_token_ids, tokenizer)
+        generation = GenerationEngine(
+            self._backend,
+            stop_token_ids=weights.model.stop_token_ids if stop_token_ids is None else stop_token_ids,
+            tokenizer=tokenizer,
+            weight_version=weights.version,
+            keeps_backend=True,
+        )
         del decoder
         try:
             yield generation
@@ -150,7 +173,7 @@ class SeparateSampler:
             if not self._keeps_cache:
                 self._release_cache()
             if not self._keeps:
-                self._release()
+                weights.release()
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
@@ -161,82 +184,54 @@ class SeparateSampler:
         finally:
             self._force()
 
-    def _generation(
-        self,
-        backend: NativeBackend,
-        stop_token_ids: tuple[int, ...] | None,
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> GenerationEngine:
-        weights = self.weights
-        assert weights is not None, "called on ranks that sample only"
-        return GenerationEngine(
-            backend,
-            stop_token_ids=weights.model.stop_token_ids if stop_token_ids is None else stop_token_ids,
-            tokenizer=tokenizer,
-            weight_version=weights.version,
-            keeps_backend=True,
-        )
-
-    def _synced_decoder(self) -> Decoder | None:
-        """Return the decoder of the actor's current weights; None on a rank that does not sample."""
-        if self.weights is None:
-            return None
-        self.weight_sync_seconds = self.weight_check_seconds = 0.0
-        start = time.perf_counter()
-        decoder = self.weights.current(self._verify)
-        self.weight_sync_seconds = time.perf_counter() - start - self.weight_check_seconds
-        return decoder
-
     def _verify(self, decoder: Decoder | None) -> None:
-        """Use new weights in the backend, and compare their log-probs with those of the actor's forward."""
+        """Use new weights in the backend, and compare their log-probs with those of the actor's forward if that is
+        due."""
         weights = self.weights
-        actor = self._actor
         assert weights is not None
         if self._backend is not None and decoder is not None:
             self._backend.sync_weights(decoder)
+        if not self._check.is_due():
+            return
         start = time.perf_counter()
         vocab_size = weights.model.described.architecture.vocab_size
-        probe = _SentProbe(self._ranks, TrainingProbe(actor, vocab_size) if actor.world.is_member else None)
-        self._check(decoder, probe, updates=weights.version)
+        self._check(decoder, _SentProbe(self._actor, vocab_size, self._ranks), updates=weights.version)
         self.weight_check_seconds = time.perf_counter() - start
 
     def _force(self) -> None:
         if self.weights is not None:
             self.weights.force()
 
-    def _release(self) -> None:
-        """Release inference weights, KV cache and CUDA graphs."""
-        self._release_cache()
-        if self.weights is not None:
-            self.weights.release()
-
     def _release_cache(self) -> None:
+        """Release KV cache and CUDA graphs."""
         backend = self._backend
         self._backend = None
         if backend is not None:
             backend.close()
 
 
-class _SentProbe:
-    """A Probe on the ranks of actor and sampler: results of the actor's first rank are broadcast."""
+class _SentProbe(TrainingProbe):
+    """A TrainingProbe on the ranks of actor and sampler: results of the actor's first rank are broadcast."""
 
-    def __init__(self, ranks: SyncRanks, probe: TrainingProbe | None) -> None:
+    def __init__(self, actor: RoleModel, vocab_size: int, ranks: SyncRanks) -> None:
+        super().__init__(actor, vocab_size)
         self._ranks = ranks
-        self._probe = probe
 
     def logprobs(self) -> Tensor:
         """Return the log-probs [P - 1] of all tokens except the first."""
-        return self._ranks.of_source(None if self._probe is None else self._probe.logprobs().cpu())
+        return self._sent(super().logprobs)
 
     def rerouted(self, routes: Tensor) -> Rerouted:
         """Return the result with experts [P - 1, E, k] forced for all tokens except the last."""
-        result = None if self._probe is None else self._probe.rerouted(routes)
-        return self._ranks.of_source(None if result is None else replace(result, logprobs=result.logprobs.cpu()))
+        return self._sent(partial(super().rerouted, routes))
 
     def states(self) -> list[Tensor] | None:
         """Return hidden states [P, H] before the first layer and after each; None if the layers are unknown."""
-        states = None if self._probe is None else self._probe.states()
-        return self._ranks.of_source(None if states is None else [state.cpu() for state in states])
+        return self._sent(super().states)
+
+    def _sent(self, compute: Callable[[], T]) -> T:
+        result = compute() if self._engine.world.is_member else None
+        return self._ranks.of_source(tree_map_only(Tensor, Tensor.cpu, result))
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:

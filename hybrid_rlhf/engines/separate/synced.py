@@ -6,7 +6,8 @@ if versions differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,23 +27,6 @@ _CHECKED_SYNCS = 2
 
 
 @dataclass(frozen=True)
-class SyncSettings:
-    """Settings of SyncedWeights."""
-
-    role: Role
-    key: str
-    """Config key that is named in errors."""
-    describe: DescribeModel = DescribedModel.of
-    dtype: torch.dtype | None = None
-    """Dtype of the inference weights; none: that of training."""
-    in_place: bool = True
-    """As in InferenceWeights."""
-    quantization: Quantization | None = None
-    check_weights: bool = False
-    """faults.check_weights of the config."""
-
-
-@dataclass(frozen=True)
 class _State:
     """Record that all ranks exchange before a sync."""
 
@@ -59,34 +43,48 @@ class SyncedWeights:
     def __init__(
         self,
         trained: RoleModel,
-        settings: SyncSettings,
         *,
         ranks: SyncRanks,
         group: World | None,
+        key: str,
+        describe: DescribeModel = DescribedModel.of,
+        dtype: torch.dtype | None = None,
+        in_place: bool = True,
+        quantization: Quantization | None = None,
+        check_weights: bool = False,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         """Describe the model, and plan the inference weights. Every rank of the union makes this call.
 
         Args:
             trained: the model.
-            settings: settings of the inference weights.
             ranks: the training and the receiving ranks.
             group: tensor-parallel group of this rank; none on a rank that does not receive.
+            key: config key that is named in errors.
+            describe: describes the model.
+            dtype: dtype of the inference weights; none: that of training.
+            in_place: as in InferenceWeights.
+            quantization: as in InferenceWeights.
+            check_weights: faults.check_weights of the config.
             release: releases the users of the decoder, before another decoder replaces it.
 
         Raises:
             UserError: on every rank, when the model has no inference weights for such groups.
         """
         self._trained = trained
-        self._settings = settings
         self._ranks = ranks
+        self._check_weights = check_weights
         self._release_users = release
-        with shared_user_errors(ranks.union):
-            model = self._described(trained) if trained.world.is_main else None
+        with shared_user_errors(ranks.union), _named_in_errors(key, trained.role):
+            model = TrainedModel.of(trained.lm, describe) if trained.world.is_main else None
         self.model: TrainedModel = ranks.of_source(model)
-        self.dtype = settings.dtype or self.model.dtype
-        with shared_user_errors(ranks.union):
-            self._inference = None if group is None else self._planned(group)
+        self.dtype = dtype or self.model.dtype
+        self._inference: InferenceWeights | None = None
+        with shared_user_errors(ranks.union), _named_in_errors(key, trained.role):
+            if group is not None:
+                self._inference = InferenceWeights(
+                    self.model.described, world=group, dtype=self.dtype, in_place=in_place, quantization=quantization
+                )
         self._broadcast = WeightBroadcast(ranks, self.model)
         self.decoder: Decoder | None = None
         """Decoder of the weights that arrived last."""
@@ -95,31 +93,6 @@ class SyncedWeights:
         self.syncs = 0
         """Number of syncs so far."""
         self._held_version = -1
-
-    def _described(self, trained: RoleModel) -> TrainedModel:
-        try:
-            return TrainedModel.of(trained.lm, self._settings.describe)
-        except NotDescribed as error:
-            raise self._unsupported(error) from error
-
-    def _planned(self, group: World) -> InferenceWeights:
-        settings = self._settings
-        try:
-            return InferenceWeights(
-                self.model.described,
-                world=group,
-                dtype=self.dtype,
-                in_place=settings.in_place,
-                quantization=settings.quantization,
-            )
-        except NotDescribed as error:
-            raise self._unsupported(error) from error
-
-    def _unsupported(self, reason: NotDescribed) -> UserError:
-        key = self._settings.key
-        return UserError(
-            f"{key} needs inference weights, the {self._settings.role}'s model has none ({reason}): leave {key} out"
-        )
 
     def current(self, verify: Callable[[Decoder | None], None]) -> Decoder | None:
         """Return the decoder of the current weights; None on a rank that does not receive. Every rank of the union
@@ -162,14 +135,14 @@ class SyncedWeights:
         for rank, version in versions.items():
             if version != first:
                 raise UserError(
-                    f"ranks of the {self._settings.role} must have made the same updates, rank {self._ranks.source} "
+                    f"ranks of the {self._trained.role} must have made the same updates, rank {self._ranks.source} "
                     f"has made {first}, rank {rank} {version}: resume from a checkpoint"
                 )
         return first
 
     def _sync(self, *, everything: bool) -> None:
         self.syncs += 1
-        checked = self._settings.check_weights or self.syncs <= _CHECKED_SYNCS
+        checked = self._check_weights or self.syncs <= _CHECKED_SYNCS
         if self._trained.world.is_member:
             self._broadcast.send(self._trained.lm, everything=everything, checked=checked)
         if self._inference is not None:
@@ -181,3 +154,14 @@ class SyncedWeights:
             self._held_version = self.version
         if checked:
             compare_checksums(self._ranks, self._broadcast.checksums, update=self.version)
+
+
+@contextlib.contextmanager
+def _named_in_errors(key: str, role: Role) -> Iterator[None]:
+    """Context that raises UserError, with the config key, for a model without inference weights."""
+    try:
+        yield
+    except NotDescribed as error:
+        raise UserError(
+            f"{key} needs inference weights, the {role}'s model has none ({error}): leave {key} out"
+        ) from error

@@ -57,20 +57,20 @@ _NOT_PASSED = re.compile(r"RANK|LOCAL_.*|WORLD_SIZE|GROUP_.*|ROLE_.*|MASTER_.*|T
 def private_folder(parent: str | None = None) -> Path:
     """Return a new folder that is removed when this process ends."""
     folder = tempfile.mkdtemp(prefix="hybrid_rlhf-vllm-", dir=parent)
-    _until_end(["sh", "-c", _REMOVE_AT_THE_END, "sh", folder])
+    _guards.append(
+        subprocess.Popen(  # a list of arguments  # nosec B603 B607
+            ["sh", "-c", _REMOVE_AT_THE_END, "sh", folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    )
     return Path(folder)
 
 
 _guards: list[subprocess.Popen[bytes]] = []
 """Processes that wait for the end of this one; kept so that their pipes stay open."""
-
-
-def _until_end(command: Sequence[str]) -> None:
-    _guards.append(
-        subprocess.Popen(  # a list of arguments  # nosec B603
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-    )
 
 
 def server_command(

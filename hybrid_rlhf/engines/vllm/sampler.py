@@ -21,7 +21,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -156,7 +156,13 @@ class VLLMSampler:
                 from those of the training forward.
         """
         self._sync()
-        generation = self._generation(stop_token_ids, tokenizer)
+        generation = GenerationEngine(
+            self._backend,
+            stop_token_ids=default_stop_token_ids(self._actor.lm) if stop_token_ids is None else stop_token_ids,
+            tokenizer=tokenizer,
+            weight_version=self.weight_version,
+            keeps_backend=True,
+        )
         try:
             yield generation
         finally:
@@ -179,17 +185,6 @@ class VLLMSampler:
         """End the server of this rank."""
         if self._process is not None:
             self._process.stop()
-
-    def _generation(
-        self, stop_token_ids: tuple[int, ...] | None, tokenizer: PreTrainedTokenizerBase | None
-    ) -> GenerationEngine:
-        return GenerationEngine(
-            self._backend,
-            stop_token_ids=default_stop_token_ids(self._actor.lm) if stop_token_ids is None else stop_token_ids,
-            tokenizer=tokenizer,
-            weight_version=self.weight_version,
-            keeps_backend=True,
-        )
 
     # -- servers
 
@@ -404,30 +399,14 @@ class VLLMSampler:
                 f"vLLM must report the log-probs of {len(expected) + 1} tokens, the server {server.shown} does not "
                 f"({error}): read {log}"
             ) from error
-        require_agreement(
-            logprobs, expected, exact=self._exact, limit=self._limit, server=server, updates=self.weight_version
+        dtype = torch.float32 if self._exact else torch.bfloat16
+        result = agreement(
+            torch.tensor(logprobs), expected=expected, dtype=dtype, low_precision=LOW_PRECISION_TOLERANCE
         )
-
-
-def require_agreement(
-    logprobs: Sequence[float], expected: Tensor, *, exact: bool, limit: float | None, server: VLLMServer, updates: int
-) -> None:
-    """Raise UserError if log-probs of a server differ from the expected ones.
-
-    Args:
-        logprobs: log-probs of the server.
-        expected: log-probs of the training forward.
-        exact: both are in float32.
-        limit: largest mean difference in nats; none: by dtype.
-        server: the server, for the message.
-        updates: optimizer updates so far, for the message.
-    """
-    dtype = torch.float32 if exact else torch.bfloat16
-    result = agreement(torch.tensor(logprobs), expected=expected, dtype=dtype, low_precision=LOW_PRECISION_TOLERANCE)
-    tolerance = result.tolerance if limit is None else limit
-    require(
-        result.measured <= tolerance,
-        f"vLLM must agree with the training forward to {tolerance:.3g} nats, the server {server.shown} differs by "
-        f"{result.measured:.3g} after the weight sync of update {updates}: leave rollout.vllm out, or raise "
-        "faults.max_logprob_diff",
-    )
+        tolerance = result.tolerance if self._limit is None else self._limit
+        require(
+            result.measured <= tolerance,
+            f"vLLM must agree with the training forward to {tolerance:.3g} nats, the server {server.shown} differs by "
+            f"{result.measured:.3g} after the weight sync of update {self.weight_version}: leave rollout.vllm out, or "
+            "raise faults.max_logprob_diff",
+        )

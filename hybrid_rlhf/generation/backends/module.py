@@ -105,9 +105,9 @@ class ModuleBackend:
                         request.finish_reason = request.finish_reason or "cancelled"
                     if arrivals.closed:
                         return
-                    live = sum(request.finish_reason is None for request in batch)
+                    live = sum(not request.ended for request in batch)
                     self.load = BatchLoad(rows=live, waiting=len(requests) - len(batch) + len(later))
-            later = [request for request in later if request.finish_reason is None]
+            later = [request for request in later if not request.ended]
             self.load = BatchLoad()
 
     @torch.no_grad()
@@ -231,7 +231,7 @@ class _ModuleBatch:
             self._mask()
             drawn = self._sampler(logits.float(), self._rows)
             yield self._append(drawn.stacked().tolist())
-            live = [slot for slot, request in enumerate(self._live) if request.finish_reason is None]
+            live = [slot for slot, request in enumerate(self._live) if not request.ended]
             if not live:
                 return
             tokens = drawn.tokens
@@ -246,7 +246,7 @@ class _ModuleBatch:
     def _mask(self) -> None:
         """Write the bits of the tokens that grammars allow next; a finished row keeps its last ones."""
         if self._masks is not None and self._rows.allowed is not None:
-            running = [(place, r) for place, r in enumerate(self._live) if r.finish_reason is None]
+            running = [(place, r) for place, r in enumerate(self._live) if not r.ended]
             grammars = [(place, request.grammar) for place, request in running if request.grammar is not None]
             if grammars:
                 self._masks.begin(grammars).write(self._rows.allowed)
@@ -254,7 +254,7 @@ class _ModuleBatch:
     def _append(self, columns: list[list[float]]) -> NewTokens:
         new: NewTokens = []
         for request, (token, *values) in zip(self._live, zip(*columns, strict=True), strict=True):
-            if request.finish_reason is None:
+            if not request.ended:
                 request.append(int(token), *values)
                 new.append((request, int(token)))
         return new

@@ -35,7 +35,7 @@ from hybrid_rlhf.generation.batching.preparation import log_compilation
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.adapters import LowRankChange
-from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, bytes_per_token, page_bytes
+from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, page_bytes
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
 from hybrid_rlhf.generation.sampling import PromptLogprobs, SamplingParams
@@ -187,7 +187,7 @@ class NativeBackend:
             rows: maximum number of requests decoded together; none: as many as there is room for.
 
         Yields:
-            the new tokens of each step.
+            the tokens that each step appends to the requests.
         """
         decoder = self.decoder
         prefill = self._prefill_tokens
@@ -205,11 +205,13 @@ class NativeBackend:
             yield from batch.steps()
         finally:
             self.preemptions += batch.preemptions
-            cached = bytes_per_token(decoder.architecture, decoder.split, decoder.dtype)
-            read = batch.work.steps * decoder.product_bytes
-            read += cached * sum(request.attended_tokens for request in requests)
-            read += decoder.state_bytes * sum(request.decoded_tokens for request in requests)
-            self.work += replace(batch.work, bytes=read)
+            decoded = sum(request.decoded_tokens for request in requests)
+            read = batch.work.steps * decoder.product_bytes + decoded * decoder.state_bytes
+            operations = decoded * decoder.token_operations
+            for window, cost in decoder.attention_costs.items():
+                attended = sum(request.attended_tokens(window) for request in requests)
+                read, operations = read + attended * cost.bytes, operations + attended * cost.operations
+            self.work += DecodeWork(read, batch.work.steps, operations)
 
     def run_open(self, arrivals: Arrivals) -> Iterator[NewTokens]:
         """Decode requests as they arrive; yields the new tokens of each step.
@@ -224,7 +226,8 @@ class NativeBackend:
             prefill = self._open_prefill_tokens
             requests: list[Request] = []
             while not arrivals.closed:
-                shapes += [request for request in requests if not self._accepts(request)]
+                if self.workspace is not None:
+                    shapes += [request for request in requests if not self.workspace.accepts(request)]
                 workspace, held_cache = self._prepared(
                     self.decoder,
                     shapes,
@@ -243,7 +246,6 @@ class NativeBackend:
                     saved_states=held_cache.states,
                 )
                 steps = batch.steps()
-                live = set(requests)
                 for new in steps:
                     yield new
                     if arrivals.choose():
@@ -251,14 +253,13 @@ class NativeBackend:
                     arrived = arrivals.take()
                     batch.add(arrived)
                     batch.cancel(arrivals.take_cancelled())
-                    live = {request for request in (*live, *arrived) if request.finish_reason is None}
                     if arrivals.closed or not all(map(workspace.accepts, arrived)):
                         break
+                requests = sorted(batch.unfinished, key=lambda request: request.prompt_index)
                 steps.close()
                 self._open = None
                 self.preemptions = self.preemptions + batch.preemptions
                 self.work += batch.work
-                requests = sorted(live, key=lambda request: request.prompt_index)
         finally:
             self._runs_open = False
 
@@ -279,9 +280,6 @@ class NativeBackend:
             self._open.renew(recompute=recompute)
         if self.held is not None:
             self.held.pool.forget_prefixes()
-
-    def _accepts(self, request: Request) -> bool:
-        return self.workspace is not None and self.workspace.accepts(request)
 
     @property
     def load(self) -> BatchLoad:

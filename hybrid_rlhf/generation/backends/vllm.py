@@ -194,8 +194,13 @@ class VLLMBackend:
     @property
     def max_positions(self) -> int | None:
         """Longest sequence that the model and every server has positions for; none: no limit."""
-        limits = [self._max_positions, *(server.max_positions for server in self.servers if server.lost is None)]
+        limits = [self._max_positions, *(server.max_positions for server in self.live)]
         return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def live(self) -> list[VLLMServer]:
+        """Servers that are not lost."""
+        return [server for server in self.servers if server.lost is None]
 
     def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
         """Complete all requests; yields the tokens of each completion when it arrives.
@@ -222,8 +227,8 @@ class VLLMBackend:
                 if interrupts:
                     self._require_weights()
                     session.interrupt()
-                    for arrived in session.all_finished():
-                        yield from self._taken(arrived, running, session)
+                    while (finished := session.next(0.0)) is not None:
+                        yield from self._taken(finished, running, session)
                 for request in arrivals.take(wait=not running):
                     running.add(request)
                     session.submit(request)
@@ -243,7 +248,7 @@ class VLLMBackend:
         if request not in running:
             return
         yield from _appended(request, choice)
-        if request.finish_reason is None:
+        if not request.ended:
             session.submit(request)
         else:
             running.discard(request)
@@ -253,7 +258,7 @@ class VLLMBackend:
 
     def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0, top: int = 0) -> PromptLogprobs:
         """Return the log-probs of a prompt, without other tokens. There are no adapters."""
-        server = next((server for server in self.servers if server.lost is None), self.servers[0])
+        server = (self.live or self.servers)[0]
         return PromptLogprobs(server.prompt_logprobs(tokens), [])
 
     def reset(self) -> None:
@@ -266,7 +271,7 @@ class VLLMBackend:
     def _require_weights(self) -> None:
         """Raise UserError if a server has other weights than at the start: it was restarted, or updated by another
         run."""
-        for server in [server for server in self.servers if server.lost is None]:
+        for server in self.live:
             try:
                 label = server.call("GET", "/weight_info")["weight_version"]
             except ServerLost as error:
@@ -334,11 +339,6 @@ class _Session:
         """Let the servers sample again."""
         asyncio.run_coroutine_threadsafe(self._go_on(), self._loop).result()
 
-    def all_finished(self) -> Iterator[_Finished]:
-        """Yield what has arrived."""
-        while (finished := self.next(0.0)) is not None:
-            yield finished
-
     def next(self, seconds: float) -> _Finished | None:
         """Return a request and its completion; None if none arrives in time.
 
@@ -396,7 +396,7 @@ class _Session:
             except (ServerLost, httpx2.TransportError) as error:
                 self._lose(server, _reason(error))
 
-        await asyncio.gather(*(tell(server) for server in self._backend.servers if server.lost is None))
+        await asyncio.gather(*map(tell, self._backend.live))
 
     def _start(self, request: Request) -> None:
         self._tasks[request] = self._loop.create_task(self._complete(request))
@@ -439,7 +439,7 @@ class _Session:
                 if self._is_interrupted:
                     await self._changed.wait()
                     continue
-                live = [server for server in backend.servers if server.lost is None]
+                live = backend.live
                 if not live:  # the other requests wait for the lock meanwhile
                     await self._revive()
                     continue
@@ -519,7 +519,7 @@ class _Session:
         """Find servers that vanish without closing their connections."""
         while True:
             await asyncio.sleep(_HEALTH_SECONDS)
-            for server in [server for server in self._backend.servers if server.lost is None]:
+            for server in self._backend.live:
                 if not await self._is_healthy(server) and server.lost is None:
                     self._lose(server, f"no answer from /health in {_HEALTH_SECONDS:g} s")
 
@@ -575,8 +575,8 @@ def _appended(request: Request, choice: dict[str, Any]) -> Iterator[NewTokens]:
         left -= 1
         request.append(token, logprob, logprob)
         # the server's context is shorter, or it found a stop string
-        if is_whole and not left and request.finish_reason is None:
+        if is_whole and not left and not request.ended:
             request.finish_reason = choice["finish_reason"]
         yield [(request, token)]
-        if request.finish_reason is not None:
+        if request.ended:
             return

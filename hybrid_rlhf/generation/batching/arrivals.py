@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.runtime.world import World
@@ -35,22 +35,6 @@ class _Entry:
     specification: Any = None
     name: str = ""
     """Name among the ranks that share the model."""
-
-
-class _Choice(NamedTuple):
-    """Entries that the batch takes next."""
-
-    entries: list[_Entry]
-    drains: bool
-    """True if launched steps are to be delivered before."""
-
-
-class _Told(NamedTuple):
-    """A choice as the first rank broadcasts it."""
-
-    names: list[tuple[str, Any]]
-    """Names of the entries, with their specifications."""
-    drains: bool
 
 
 class Arrivals:
@@ -89,8 +73,8 @@ class Arrivals:
         self._world = world
         self._remake = remake
         self._unnamed = 0
-        self._choice: _Choice | None = None
-        """What this step takes next; none: not decided yet."""
+        self._chosen: list[_Entry] | None = None
+        """Entries that the batch takes next; none: not decided yet."""
         self._idle_seconds = 0.0
         self._idle_since: float | None = None
         """Time when the present wait began; none: the batch does not wait."""
@@ -126,7 +110,7 @@ class Arrivals:
                 for request in entry.requests:
                     if request in requests:
                         request.finish_reason = "cancelled"
-                entry.requests = [request for request in entry.requests if request.finish_reason is None]
+                entry.requests = [request for request in entry.requests if not request.ended]
             self._cancelled += requests
 
     def call(self, function: Callable[[], object], *, drains: bool = False, name: str | None = None) -> None:
@@ -151,12 +135,12 @@ class Arrivals:
         Args:
             wait: block until there are entries, or the batch is closed.
         """
-        if self._choice is None:
+        if self._chosen is None:
             start = self._idle_since = time.perf_counter()
-            self._choice = self._agreed_choice(wait=wait)
+            self._chosen = self._agreed_entries(wait=wait)
             self._idle_since = None
             self._idle_seconds += time.perf_counter() - start
-        return self._choice.drains
+        return any(entry.drains for entry in self._chosen)
 
     def take(self, *, wait: bool = False) -> list[Request]:
         """Make the calls that other threads requested, and return the new requests in order of arrival.
@@ -167,10 +151,9 @@ class Arrivals:
         requests: list[Request] = []
         while True:
             self.choose(wait=wait)
-            choice = self._choice
-            assert choice is not None
-            self._choice = None
-            for entry in choice.entries:
+            entries = self._chosen or []
+            self._chosen = None
+            for entry in entries:
                 entry.call()
                 requests += entry.requests
                 for _, samples in itertools.groupby(entry.requests, key=lambda request: request.prompt_index):
@@ -194,21 +177,17 @@ class Arrivals:
             self._entries.append(entry)
             self._changed.notify()
 
-    def _agreed_choice(self, *, wait: bool) -> _Choice:
-        """The choice of the first rank of those that share the model."""
+    def _agreed_entries(self, *, wait: bool) -> list[_Entry]:
+        """Take the entries that the first rank takes, of the ranks that share the model."""
         world = self._world
         if world is None or world.size == 1:
-            return self._own_choice(wait=wait)
-        if world.is_main:
-            choice = self._own_choice(wait=wait, timeout=_SILENT_SECONDS)
-            names = [(entry.name, entry.specification) for entry in choice.entries]
-            world.broadcast_object(_Told(names, choice.drains))
-            return choice
-        names, drains = world.broadcast_object(_Told([], False))
-        return _Choice([self._told_entry(name, specification) for name, specification in names], drains)
+            return self._own_entries(wait=wait)
+        entries = self._own_entries(wait=wait, timeout=_SILENT_SECONDS) if world.is_main else []
+        taken = world.broadcast_object([(entry.name, entry.specification) for entry in entries])
+        return entries or [self._same_entry(name, specification) for name, specification in taken]
 
-    def _told_entry(self, name: str, specification: Any) -> _Entry:
-        """What the first rank has taken: requests that it specifies, or this rank's entry of the same name."""
+    def _same_entry(self, name: str, specification: Any) -> _Entry:
+        """Return an entry of the first rank: requests that it specifies, or this rank's entry of the same name."""
         if specification is not None:
             return _Entry(self._remake(specification))
         with self._changed:
@@ -217,9 +196,9 @@ class Arrivals:
             self._entries.remove(entry)
             return entry
 
-    def _own_choice(self, *, wait: bool, timeout: float | None = None) -> _Choice:
+    def _own_entries(self, *, wait: bool, timeout: float | None = None) -> list[_Entry]:
         with self._changed:
             self._changed.wait_for(lambda: self.closed or bool(self._entries) or not wait, timeout)
             entries = self._entries
             self._entries = []
-            return _Choice(entries, any(entry.drains for entry in entries))
+            return entries

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ class SavedStates:
     """Maps prefixes to the slots of their saved states in recurrent layers."""
 
     def __init__(self, slots: int) -> None:
+        """Args: number of slots; 0 if there are no recurrent layers."""
         self._slots: OrderedDict[_Prefix, int] = OrderedDict()
         """Least recently used first."""
         self.slots = slots
@@ -149,7 +151,8 @@ class BlockPool:
         self.layout = layout
         self._needed = [math.inf if window is None else blocks_of(window - 1) for window in layout.windows]
         """Number of blocks that the next token attends to, in each layer group."""
-        self._states = None if states is None else SavedStates(states)
+        self._has_states = states is not None
+        self._states = SavedStates(states or 0)
         self.pages = pages - 1
         self._free = list(range(pages - 1, 0, -1))
         self._idle: OrderedDict[Block, None] = OrderedDict()
@@ -174,7 +177,6 @@ class BlockPool:
 
     def grow_states(self, states: int) -> None:
         """Add slots for saved states, up to `states` in total."""
-        assert self._states is not None
         self._states.grow(states)
 
     def allocate(self, group: int) -> Block:
@@ -209,8 +211,7 @@ class BlockPool:
         for block in list(self._idle):
             self._evict(block)
         self._roots = {}
-        if self._states is not None:
-            self._states.clear()
+        self._states.clear()
 
     def _root(self, adapter: int) -> _Prefix:
         return self._roots.setdefault(adapter, _Prefix((), None, [None] * len(self.layout.windows)))
@@ -219,7 +220,7 @@ class BlockPool:
         """Return the longest cached prefix of a sequence. The last token is never part of it: its hidden state is
         needed."""
         path, whole = self._path(tokens, adapter)
-        if self._states is not None:
+        if self._has_states:
             return self._match_state(tokens, adapter, path, whole)
         best = max(whole, default=0)
         node = path[best - 1] if best else self._root(adapter)
@@ -256,7 +257,6 @@ class BlockPool:
     def _match_state(self, tokens: Sequence[int], adapter: int, path: Sequence[_Prefix], whole: Sequence[int]) -> Match:
         """Return the longest prefix whose state is saved. Its stops include a longer prefix of which only blocks are
         cached."""
-        assert self._states is not None
         for depth in (*reversed(whole), 0):
             node = path[depth - 1] if depth else self._root(adapter)
             start = depth * BLOCK_TOKENS
@@ -275,7 +275,7 @@ class BlockPool:
 
     def _stops(self, path: Sequence[_Prefix], whole: Sequence[int], begun: int, tokens: int) -> tuple[int, ...]:
         """Return `Match.stops`; `begun` is the number of tokens that the sequence takes from the cache."""
-        if self._states is None or not self._states.slots:
+        if not self._states.slots:
             return ()
         computed = [end for end in whole if all(block is None or block.ready for block in path[end - 1].blocks)]
         stops = list[int]()
@@ -288,7 +288,7 @@ class BlockPool:
         """Return a match of `blocks` and the longest start of `tokens` that a child of `node` shares."""
         match = Match(blocks)
         for child in itertools.islice(reversed(node.children.values()), _TAILS):
-            same = _common(child.tokens, tokens)
+            same = sum(itertools.takewhile(bool, map(operator.eq, child.tokens, tokens)))
             if same > match.tail_tokens and (tail := child.computed) is not None:
                 match = Match(blocks, tail, same)
         return match
@@ -307,8 +307,6 @@ class BlockPool:
     def save_state(self, tokens: Sequence[int], adapter: int = 0) -> int | None:
         """Return the slot in which to save the state after tokens with indexed blocks; None: it cannot or need not be
         saved."""
-        if self._states is None:
-            return None
         node = self._root(adapter)
         for start in range(0, len(tokens), BLOCK_TOKENS):
             child = node.children.get(tuple(tokens[start : start + BLOCK_TOKENS]))
@@ -331,8 +329,7 @@ class BlockPool:
             return
         node.blocks[block.group] = None
         while node.parent is not None and not node.children and not any(node.blocks):
-            if self._states is not None:
-                self._states.drop(node)
+            self._states.drop(node)
             node.parent.children.pop(node.tokens, None)
             node = node.parent
 
@@ -348,7 +345,6 @@ class BlockTable:
         """[i][group]: the block that begins with token i * BLOCK_TOKENS; none if no later token attends to it."""
         self.outdated = False
         """True if older weights computed some of the blocks: later sequences do not share them."""
-        self._first = [0] * len(pool.layout.windows)
 
     def begin(self, match: Match) -> tuple[int, list[tuple[int, int]]]:
         """Share a cached prefix; returns the number of its tokens, and the pages to copy as (source, target).
@@ -357,10 +353,6 @@ class BlockTable:
         """
         share = self._pool.share
         self.blocks = [[None if block is None else share(block) for block in at_depth] for at_depth in match.blocks]
-        self._first = [
-            next((place for place, at_place in enumerate(self.blocks) if at_place[group] is not None), 0)
-            for group in range(len(self._first))
-        ]
         whole = len(self.blocks) * BLOCK_TOKENS
         if match.tail is None:
             return whole, []
@@ -368,7 +360,6 @@ class BlockTable:
             if match.state is None:
                 return whole, []
             self.release()  # the saved state includes the tail, which cannot be copied
-            self._first = [0] * len(self._first)
             return 0, []
         shared = [share(block) for block in match.tail]  # referenced, so that allocating copies cannot evict them
         copies = self._copies(shared)
@@ -384,7 +375,6 @@ class BlockTable:
         self.blocks = [
             [None if block is None else share(block) for block in at_place] for at_place in source.blocks[:whole]
         ]
-        self._first = list(source._first)
         self.outdated = source.outdated
         if tokens % BLOCK_TOKENS == 0:
             return []
@@ -406,20 +396,21 @@ class BlockTable:
     def extend(self, tokens: int) -> None:
         """Allocate blocks for `tokens` tokens in total. Enough pages must be available."""
         while len(self.blocks) < blocks_of(tokens):
-            self.blocks.append([self._pool.allocate(group) for group in range(len(self._first))])
+            self.blocks.append([self._pool.allocate(group) for group in range(len(self._pool.layout.windows))])
 
     def trim(self, tokens: int) -> None:
         """Release the blocks that no token from index `tokens` on attends to."""
         for group, window in enumerate(self._pool.layout.windows):
             if window is None:
                 continue
-            end = max(0, tokens - window + 1) // BLOCK_TOKENS
-            for place in range(self._first[group], min(end, len(self.blocks))):
-                block = self.blocks[place][group]
-                if block is not None:
-                    self.blocks[place][group] = None
-                    self._pool.release(block)
-            self._first[group] = max(self._first[group], min(end, len(self.blocks)))
+            place = min(max(0, tokens - window + 1) // BLOCK_TOKENS, len(self.blocks))
+            unattended = list[Block]()
+            while place and (block := self.blocks[place - 1][group]) is not None:  # before it, all are released
+                place -= 1
+                self.blocks[place][group] = None
+                unattended.append(block)
+            for block in reversed(unattended):
+                self._pool.release(block)
 
     def index(self, tokens: Sequence[int]) -> None:
         """Add the blocks of these tokens, the first ones of the sequence, to the prefix tree, unless they are
@@ -452,13 +443,3 @@ class BlockTable:
                 if block is not None:
                     self._pool.release(block)
         self.blocks = []
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix of two sequences, in tokens."""
-    length = 0
-    for first_token, second_token in zip(first, second, strict=False):
-        if first_token != second_token:
-            break
-        length += 1
-    return length

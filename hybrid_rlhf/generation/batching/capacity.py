@@ -299,9 +299,8 @@ def _read(workspace: Workspace, prompts: int, length: int) -> None:
     positions = torch.arange(length, device=workspace.decoder.world.device).repeat(prompts)
     pages = workspace.pages.expand(-1, prompts, -1)
     chunks = Chunks(pages, [0] * prompts, [length] * prompts, workspace.slots[:1].repeat(prompts))
-    states = None if workspace.states is None else workspace.states.step(None, chunks)
-    attend = workspace.attention.step(None, chunks)
-    workspace.decoder.hidden(torch.zeros_like(positions), positions, attend, states=states)
+    tokens = torch.zeros_like(positions)
+    workspace.decoder.hidden(tokens, positions, workspace.attention, states=workspace.states, chunks=chunks)
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int:

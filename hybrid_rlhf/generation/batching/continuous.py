@@ -10,6 +10,10 @@ from its tokens. The oldest is never preempted, so all requests finish. On a GPU
 processes the result of a step while the next one runs, so a finished row runs one extra step whose output is
 discarded.
 
+The host must be faster than the kernels of a small model, so what changes in every step is in arrays: the one loop over
+all rows looks for those that have ended. Others visit the rows that cross a boundary of blocks or may end, or all rows
+where a stream, a stop string or a grammar needs each token. Results are split among the requests later.
+
 Source: arXiv 2309.06180, section 4.5 (preemption by recomputation); chunked prefill: arXiv 2308.16369.
 
 Shapes: T tokens, B live rows.
@@ -22,7 +26,9 @@ import itertools
 from collections import deque
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable, Match
@@ -34,6 +40,9 @@ from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, blocks_of
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
 from hybrid_rlhf.generation.transfers import to_device
 
+_SPLIT_STEPS = 64
+"""Number of steps after which their results are split among the requests."""
+
 
 @dataclass(eq=False)
 class LiveRow:
@@ -44,13 +53,12 @@ class LiveRow:
     """Index in the order of arrival."""
     table: BlockTable
     slot: int
-    """Slot of its states in recurrent layers."""
+    """Slot of its states in recurrent layers, and of its results."""
     computed: int = 0
-    """Number of tokens whose keys and values are in the cache, including those of launched steps."""
+    """Number of tokens whose keys and values are in the cache, including those of launched steps. While it decodes, it
+    is set at boundaries of blocks."""
     stops: tuple[int, ...] = ()
     """Numbers of prompt tokens after which the states are saved."""
-    listed: int = 0
-    """Number of blocks whose pages are in the workspace's page table."""
     samples: list[LiveRow] = field(default_factory=list)
     """Further samples of the prompt, which enter together with this one."""
 
@@ -59,46 +67,38 @@ class LiveRow:
         end = next((stop for stop in self.stops if stop > self.computed), self.request.tokens)
         return min(budget, end - self.computed)
 
-    def new_entries(self, place: int) -> list[tuple[int, int, list[int]]]:
-        """Return (row, block, pages) for the blocks since the last step, where `place` is the row of the page table."""
-        if self.listed == len(self.table.blocks):
-            return []
-        new = self.table.page_table(self.listed)
-        entries = [(place, self.listed + offset, pages) for offset, pages in enumerate(new)]
-        self.listed += len(new)
-        return entries
 
-
+@dataclass(frozen=True)
 class RowStates:
     """States of live rows in recurrent layers, and saved states of cached prefixes. Does nothing without such
     layers."""
 
-    def __init__(self, live: StateCache | None, saved: StateCache | None, pool: BlockPool) -> None:
-        """Args: states of live rows by their slots, saved states by the slots of the pool, and the pool."""
-        self._live = live
-        self._saved = saved
-        self._pool = pool
+    live: StateCache | None
+    """States of live rows, by their slots."""
+    saved: StateCache | None
+    """Saved states, by the slots of the pool."""
+    pool: BlockPool
 
     def begin(self, row: LiveRow, match: Match) -> None:
         """Copy the saved states of a matched prefix to a row."""
         row.stops = match.stops
-        if self._live is not None and match.state is not None and row.computed:
-            self._live.copy([(match.state, row.slot)], source=self._saved)
+        if self.live is not None and match.state is not None and row.computed:
+            self.live.copy([(match.state, row.slot)], source=self.saved)
 
     def fork(self, rows: Sequence[LiveRow]) -> None:
         """Copy the states of rows to their further samples."""
-        if self._live is not None:
-            self._live.copy([(row.slot, sample.slot) for row in rows for sample in row.samples])
+        if self.live is not None:
+            self.live.copy([(row.slot, sample.slot) for row in rows for sample in row.samples])
 
     def save(self, row: LiveRow) -> None:
         """Save the states of a row for later sequences with the same prefix. The blocks of its tokens must be
         indexed."""
         discarded = row.computed > row.request.tokens  # the states include a token that was dropped
-        if self._saved is None or discarded or row.table.outdated:
+        if self.saved is None or discarded or row.table.outdated:
             return
-        slot = self._pool.save_state(row.request.all_token_ids[: row.computed], row.request.adapter)
+        slot = self.pool.save_state(row.request.all_token_ids[: row.computed], row.request.adapter)
         if slot is not None:
-            self._saved.copy([(row.slot, slot)], source=self._live)
+            self.saved.copy([(row.slot, slot)], source=self.live)
 
 
 @dataclass
@@ -106,8 +106,8 @@ class LaunchedStep:
     """A step that was launched and whose rows are still in the batch."""
 
     rows: list[LiveRow]
-    decoding: int
-    """Number of rows that decode; the rows after them enter."""
+    numbers: np.ndarray
+    """[4, rows]: `ContinuousBatch._numbers` after its launch."""
     fetch: Fetch
     new: NewTokens | None = None
     """Its tokens, once they are fetched."""
@@ -115,7 +115,7 @@ class LaunchedStep:
 
 @dataclass
 class ExpectedLength:
-    """Expected length of a completion: sampled tokens per finished completion.
+    """Expected length of a completion: sampled tokens, also discarded ones, per finished completion.
 
     This is the maximum likelihood estimate for a constant probability to end at each token, with running completions
     as censored observations. Before any completion has finished, it is half of the limit.
@@ -124,9 +124,9 @@ class ExpectedLength:
     tokens: float = 0.0
     finished: float = 0.0
 
-    def of(self, limit: int) -> float:
-        """Expected number of tokens of a completion that is limited to `limit` tokens."""
-        return min(limit, (self.tokens + limit / 2) / (self.finished + 1))
+    def of(self, limit: Any) -> Any:
+        """Expected number of tokens of a completion that is limited to `limit` tokens; numbers or arrays."""
+        return np.minimum(limit, (self.tokens + limit / 2) / (self.finished + 1))
 
 
 @dataclass(frozen=True)
@@ -173,13 +173,26 @@ class ContinuousBatch:
         self._waiting: deque[tuple[int, Request]] = deque()
         self._ages = itertools.count()
         self._decoding: list[LiveRow] = []
+        self._numbers = np.zeros((4, workspace.most_rows), np.int64)
+        """Of decoding rows: the slot, and the numbers of tokens that are computed, of the prompt, and at most of the
+        completion."""
+        self._results = np.empty((3, 2 * _SPLIT_STEPS, 1 + workspace.most_rows))
+        """Tokens, log-probs and sampling log-probs that were not split yet, by place in the sequence (modulo the number
+        of steps) and slot."""
+        self._streams = any(request.streams for request in requests)
+        """True if requests need each token when it is sampled, as all do in a batch to which others are added."""
+        self._stops = {token for request in requests for token in request.stop}
         self._entering: list[LiveRow] = []
         """Rows whose prompts are not fully computed, oldest first; further samples of a prompt are in
         `LiveRow.samples`."""
         self._in_flight: deque[LaunchedStep] = deque()
+        self._last = LaunchedStep([], self._numbers[:, :0], lambda: self._results)
+        """The last step whose results have arrived."""
         self._prefill_tokens = prefill_tokens
         self._slots = list(range(workspace.most_rows, 0, -1))
         """Slots that no live row uses."""
+        self._boundaries = [1, *((window - 1) % BLOCK_TOKENS for window in pool.layout.windows if window)]
+        """Lengths, modulo BLOCK_TOKENS, at which a row needs another block or leaves one."""
         self._expected = ExpectedLength()
         self._preempted = False
         """True after a preemption: no request enters until a row has finished."""
@@ -196,25 +209,17 @@ class ContinuousBatch:
 
     def cancel(self, requests: Collection[Request]) -> None:
         """End requests early and release their blocks while `steps` is suspended."""
-        gone = {request for request in requests if request.finish_reason is None}
+        gone = {request for request in requests if not request.ended}
         if not gone:
             return
         for request in gone:
             request.finish_reason = "cancelled"
-        self._waiting = deque(entry for entry in self._waiting if entry[1] not in gone)
         self._remove({row for row in self._decoding if row.request in gone})
-        for row in self._entering:
-            self._slots += [sample.slot for sample in row.samples if sample.request in gone]
-            row.samples = [sample for sample in row.samples if sample.request not in gone]
-            if row.request in gone and row.samples:  # another sample of the prompt takes over its blocks
-                successor = row.samples.pop(0)
-                row.request = successor.request
-                row.age = successor.age
-                self._slots.append(successor.slot)
-            elif row.request in gone:
-                row.table.release()
-                self._slots.append(row.slot)
-        self._entering = [row for row in self._entering if row.request not in gone]
+        for rows in [(row, *row.samples) for row in self._entering]:
+            if not gone.isdisjoint(row.request for row in rows):  # the others find the prompt in the cache
+                for row in reversed(rows):
+                    self._preempt(row)
+        self._waiting = deque(entry for entry in self._waiting if entry[1] not in gone)
         self._preempted = False
 
     def drain(self) -> NewTokens:
@@ -237,8 +242,12 @@ class ContinuousBatch:
             return
         for row in sorted(self._live, key=lambda row: row.age, reverse=True):
             self._preempt(row)
-            self.preemptions -= 1
         self._preempted = False
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """All requests that have not ended."""
+        return [*(row.request for row in self._live), *(request for _, request in self._waiting)]
 
     @property
     def load(self) -> BatchLoad:
@@ -254,6 +263,8 @@ class ContinuousBatch:
                 if lacks_pages and self._in_flight:
                     yield self._collect()
                 elif lacks_pages:
+                    self.preemptions += 1
+                    self._preempted = True
                     self._preempt(max(self._live, key=lambda row: row.age))
                 else:
                     self._launch()
@@ -268,27 +279,24 @@ class ContinuousBatch:
 
     def _pages_missing(self) -> int:
         """Number of pages that the next step allocates for the rows that are already live."""
-        capacity = self._workspace.capacity_tokens
-        missing = sum(row.table.missing_pages(min(row.computed + 1, capacity)) for row in self._decoding)
+        lengths = self._numbers[1, : len(self._decoding)]
+        missing = int((lengths % BLOCK_TOKENS == 0).sum()) * self._pool.layout.tables
         budget = self._prefill_tokens
         for row in self._entering:
             length = row.next_chunk(budget)
             missing += row.table.missing_pages(row.computed + length)
             budget -= length
             if row.computed + length == row.request.tokens:
-                missing += len(row.samples) * self._tail_pages(row)
+                copied = self._pool.layout.tables if row.request.tokens % BLOCK_TOKENS else 0
+                missing += len(row.samples) * copied
         return missing
-
-    def _tail_pages(self, row: LiveRow) -> int:
-        """Number of pages that each further sample of a prompt copies."""
-        return self._pool.layout.tables if row.request.tokens % BLOCK_TOKENS else 0
 
     # -- one step
 
     def _launch(self) -> None:
         """Start the next step."""
         batch = len(self._decoding)
-        entries, longest = self._extend()
+        crossing, longest = self._extend()
         chunks = self._chunks()
         finished = [row for row, start, length in chunks if start + length == row.request.tokens]
         entered = [sample for row in finished for sample in (row, *row.samples)]
@@ -297,8 +305,9 @@ class ContinuousBatch:
             for sample in row.samples:
                 sample.computed = row.computed
                 forks += sample.table.fork(row.table, row.computed)
+        entries = [(place, len(row.table.blocks) - 1, row.table.page_table(-1)[0]) for place, row in crossing]
         for place, row in enumerate(entered, start=batch):
-            entries += row.new_entries(place)
+            entries += [(place, block, pages) for block, pages in enumerate(row.table.page_table())]
         self._workspace.set_pages(entries)
         masks = self._masks([*self._decoding, *entered])
         if chunks:
@@ -316,19 +325,24 @@ class ContinuousBatch:
                 self._states.save(row)
         for row in finished:
             row.table.index(row.request.all_token_ids)
-        self._entering = [row for row in self._entering if row not in finished]
-        self._decoding = self._decoding + entered
+        if entered:
+            self._entering = [row for row in self._entering if row not in finished]
+            self._decoding = self._decoding + entered
+            for place, row in enumerate(entered, start=batch):
+                self._numbers[:, place] = row.slot, *row.request.numbers
         if any(self._pool.layout.windows):
-            for row in (*self._decoding, *self._entering):
+            for row in (*(row for _, row in crossing), *entered, *self._entering):
                 row.table.trim(row.computed)
-        self._in_flight.append(LaunchedStep(self._decoding, batch, fetch))
+        numbers = self._numbers[:, : len(self._decoding)].copy()
+        self._in_flight.append(LaunchedStep(self._decoding, numbers, fetch))
+        self.work += DecodeWork(steps=int(batch > 0))
 
     def _masks(self, rows: Sequence[LiveRow]) -> Masks | None:
         """Masks of the next step for the rows, by place, that have grammars; None: there are none.
 
         Tokens in flight decide which ones a grammar allows next: they are awaited while the model computes the step.
         """
-        if all(row.request.grammar is None for row in rows):
+        if self._workspace.rows.allowed is None or all(row.request.grammar is None for row in rows):
             return None
 
         def begin() -> PendingMasks:
@@ -342,18 +356,17 @@ class ContinuousBatch:
         pending = begin()
         return lambda: pending
 
-    def _extend(self) -> tuple[list[tuple[int, int, list[int]]], int]:
-        """Allocate the next token of each decoding row; returns new page table entries, and the tokens of the longest
-        row."""
-        capacity = self._workspace.capacity_tokens
-        entries = []
-        longest = 1
-        for place, row in enumerate(self._decoding):
-            row.computed = min(row.computed + 1, capacity)
+    def _extend(self) -> tuple[list[tuple[int, LiveRow]], int]:
+        """Allocate the next token of each decoding row; returns the rows that cross a boundary of blocks, with their
+        places, and the tokens of the longest row."""
+        lengths = self._numbers[1, : len(self._decoding)]
+        lengths[:] = np.minimum(lengths + 1, self._workspace.capacity_tokens)
+        places = np.flatnonzero(np.isin(lengths % BLOCK_TOKENS, self._boundaries)).tolist()
+        crossing = [(place, self._decoding[place]) for place in places]
+        for place, row in crossing:
+            row.computed = int(lengths[place])
             row.table.extend(row.computed)
-            entries += row.new_entries(place)
-            longest = max(longest, row.computed)
-        return entries, longest
+        return crossing, int(lengths.max(initial=1))
 
     def _chunks(self) -> list[tuple[LiveRow, int, int]]:
         """Admit requests and allocate the chunks of the next step; returns them as (row, start, length)."""
@@ -392,22 +405,23 @@ class ContinuousBatch:
 
     def _room(self) -> int:
         """Number of available pages, minus the expected growth of the live rows."""
-        growth = 0
+        _, *numbers = self._numbers[:, : len(self._decoding)]
+        growth = np.maximum(0, self._expected_blocks(*numbers) - blocks_of(numbers[0])).sum()
         for row in self._entering:
             shared = row.request.tokens // BLOCK_TOKENS
-            growth += sum(self._expected_blocks(sample.request) - shared for sample in row.samples)
-        for row in (*self._entering, *self._decoding):
-            growth += max(0, self._expected_blocks(row.request) - len(row.table.blocks))
-        return self._pool.available_pages - growth * self._pool.layout.tables
+            growth += sum(self._expected_blocks(*sample.request.numbers) - shared for sample in row.samples)
+            growth += max(0, self._expected_blocks(*row.request.numbers) - len(row.table.blocks))
+        return int(self._pool.available_pages - growth * self._pool.layout.tables)
 
-    def _expected_blocks(self, request: Request) -> int:
-        """Number of blocks at the expected end of a request, or after its next token if it is already past that."""
-        limit = len(request.uniforms)
-        drawn = len(request.token_ids)
-        return blocks_of(len(request.prompt) + max(min(limit, drawn + 1), int(self._expected.of(limit))))
+    def _expected_blocks(self, tokens: Any, prompt: Any, limit: Any) -> Any:
+        """Number of blocks at the expected end of requests, or after the next token if they are already past that.
+
+        `tokens`, `prompt`, `limit`: numbers of tokens so far, of the prompt, and at most of the completion.
+        """
+        return blocks_of(np.maximum(tokens + 1, prompt + np.floor(self._expected.of(limit))))
 
     def _expected_pages(self, request: Request) -> int:
-        return self._expected_blocks(request) * self._pool.layout.tables
+        return int(self._expected_blocks(*request.numbers)) * self._pool.layout.tables
 
     def _next_entering(self, room: int) -> LiveRow | None:
         """Admit the next request, with the waiting samples of its prompt that fit; None if there is no room."""
@@ -439,8 +453,7 @@ class ContinuousBatch:
 
     def _preempt(self, row: LiveRow) -> None:
         """Release the blocks of a row, and put its request back into the queue, in order of age."""
-        self.preemptions += 1
-        self._preempted = True
+        self._split_all()
         if row in self._decoding:
             self._remove({row})
         else:
@@ -459,33 +472,51 @@ class ContinuousBatch:
         """Wait for the oldest step in flight and append its tokens, except those of rows that had already finished."""
         step = self._in_flight.popleft()
         new = self._take(step)
-        self.work += DecodeWork(steps=int(step.decoding > 0))
+        if self.work.steps % _SPLIT_STEPS == 0:
+            self._split_all()
         ended = {row for row in self._decoding if row.request.ended}
         if ended:
             self._preempted = False
             self._remove(ended)
-            self._waiting = deque(entry for entry in self._waiting if not entry[1].ended)
         return new
 
     def _take(self, step: LaunchedStep) -> NewTokens:
-        """Wait for a step and append its tokens, in the first call; their rows stay in the batch."""
+        """Wait for a step and take its results, in the first call; its rows stay in the batch."""
         if step.new is not None:
             return step.new
         new = step.new = NewTokens()
-        sampled = zip(*step.fetch(), strict=True)
-        for row, (token, *logprobs) in zip(step.rows, sampled, strict=True):
+        self._last = step
+        values = step.fetch()
+        slots, lengths, prompts, limits = step.numbers
+        self._results[:, lengths % (2 * _SPLIT_STEPS), slots] = values[:3]
+        self._expected.tokens += len(slots)
+        may_end = self._streams | (lengths + 1 >= prompts + limits) | np.isin(values[0], [*self._stops])
+        places = np.flatnonzero(may_end).tolist()
+        for place, (token, *logprobs) in zip(places, values[:, places].T.tolist(), strict=True):
+            row = step.rows[place]
             request = row.request
             if request.ended:
                 continue
+            self._split(row, lengths[place])
             request.append(int(token), *logprobs)
             new.append((request, int(token)))
-            self._expected.tokens += 1
-            if request.finish_reason is not None:
+            if request.ended:
                 self._expected.finished += 1
                 if request.records_routes:
                     now = self._decoding.index(row)
                     request.fetch_routes = self._workspace.routes_of(now, request.tokens - 1)
         return new
+
+    def _split(self, row: LiveRow, end: int) -> None:
+        """Append to a request, unless it has ended, its results up to a place in the sequence."""
+        start = row.request.tokens
+        if start < end and not row.request.ended:
+            places = np.arange(start, end) % (2 * _SPLIT_STEPS)
+            row.request.extend(*self._results[:, places, row.slot].tolist())
+
+    def _split_all(self) -> None:
+        for row, end in zip(self._last.rows, self._last.numbers[1] + 1, strict=True):
+            self._split(row, end)
 
     def _remove(self, gone: set[LiveRow]) -> None:
         """Remove rows from the batch and release their blocks, which stay in the prefix tree for later sequences.
@@ -493,11 +524,11 @@ class ContinuousBatch:
         The last row moves to the place of each removed row.
         """
         rows = list(self._decoding)
-        for place in reversed(range(len(rows))):
+        for place in sorted(map(rows.index, gone), reverse=True):
             row = rows[place]
-            if row not in gone:
-                continue
+            row.computed = int(self._numbers[1, place])
             last = rows.pop()
+            self._numbers[:, place] = self._numbers[:, len(rows)]
             if place < len(rows):
                 rows[place] = last
             self._workspace.move(len(rows), place)
@@ -510,6 +541,7 @@ class ContinuousBatch:
 
     def _release_all(self) -> None:
         """Release all blocks, also if the caller stops before the end."""
+        self._split_all()
         for row in self._live:
             row.table.release()
         self._workspace.clear()

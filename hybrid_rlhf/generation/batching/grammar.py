@@ -13,14 +13,15 @@ import copy
 import functools
 import json
 import os
-import select
 import subprocess  # nosec B404
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -43,7 +44,7 @@ _MOST_BYTES = 2**30
 _KEPT_BYTES = 256 * 2**20
 _TEXT_COPIES = 16
 """Bytes of a compiled grammar per character of its text, besides those that were measured."""
-_LOOK_MILLISECONDS = 50
+_LOOK_SECONDS = 0.05
 """Time between two looks whether the client of a grammar that is being compiled has left."""
 
 
@@ -117,16 +118,18 @@ def require_grammars() -> None:
         raise UserError("response_format needs llguidance, it is not installed: pip install 'hybrid_rlhf[serve]'")
 
 
+@dataclass(eq=False)
 class CompiledGrammar:
     """A grammar that is kept compiled as long as this is referred to."""
 
-    def __init__(self, matcher: Any, size: int) -> None:
-        """Take a matcher of llguidance at the beginning of the text, and its bytes in memory."""
-        self.matcher = matcher
-        self.size = size
+    matcher: Any
+    """A matcher of llguidance at the beginning of the text."""
+    size: int
+    """Its bytes in memory."""
 
 
-_Key = tuple[str, PreTrainedTokenizerBase, int, frozenset[int]]
+GrammarKey = tuple[str, PreTrainedTokenizerBase, int, frozenset[int]]
+"""A grammar in Lark, the tokenizer and the vocabulary size of the model, and the tokens that end a completion."""
 
 
 class _CompiledGrammars:
@@ -134,18 +137,18 @@ class _CompiledGrammars:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: WeakValueDictionary[_Key, CompiledGrammar] = WeakValueDictionary()
-        self._kept: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
+        self._known: WeakValueDictionary[GrammarKey, CompiledGrammar] = WeakValueDictionary()
+        self._kept: OrderedDict[GrammarKey, CompiledGrammar] = OrderedDict()
         self._bytes = 0
 
-    def find(self, key: _Key) -> CompiledGrammar | None:
+    def find(self, key: GrammarKey) -> CompiledGrammar | None:
         """A compiled grammar; None if it is not known."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._known.get(key)
 
-    def add(self, key: _Key, size: int) -> CompiledGrammar:
+    def add(self, key: GrammarKey, size: int) -> CompiledGrammar:
         """Compile a grammar, which takes this many bytes, and keep it.
 
         Raises:
@@ -171,7 +174,7 @@ class _CompiledGrammars:
 _grammars = _CompiledGrammars()
 
 
-def grammar_of(source: str, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, stop: frozenset[int]) -> Grammar:
+def grammar_of(source: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop: frozenset[int]) -> Grammar:
     """A new state of a grammar, which is compiled in the first call.
 
     Args:
@@ -188,37 +191,25 @@ def grammar_of(source: str, tokenizer: PreTrainedTokenizerBase, *, vocab_size: i
     return Grammar(compiled.matcher)
 
 
-def compiled_grammar(
-    source: str, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, stop: frozenset[int]
-) -> CompiledGrammar | None:
-    """A grammar that is compiled already; None for another. Arguments as in `grammar_of`."""
-    return _grammars.find((source, tokenizer, vocab_size, stop))
+def compiled_grammar(key: GrammarKey) -> CompiledGrammar | None:
+    """A grammar that is compiled already; None for another."""
+    return _grammars.find(key)
 
 
-def compile_untrusted(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    vocab_size: int,
-    stop: frozenset[int],
-    wanted: Callable[[], bool],
-) -> CompiledGrammar:
+def compile_untrusted(key: GrammarKey, wanted: Callable[[], bool]) -> CompiledGrammar:
     """Compile a grammar if that takes at most 10 s and 1 GiB, which another process tries first; one at a time.
 
     Args:
-        source: the grammar, in Lark.
-        tokenizer: as in `grammar_of`, as is what follows.
-        vocab_size: as there.
-        stop: as there.
+        key: the grammar, and what it is compiled for.
         wanted: returns false when the result is not needed any more.
 
     Raises:
         UserError: as `grammar_of`, and for a grammar that exceeds the limits, that no finite text matches, or that is
             not wanted any more.
     """
-    key = (source, tokenizer, vocab_size, stop)
     found = _grammars.find(key)
     if found is None:
+        source, tokenizer, vocab_size, stop = key
         _tokens(tokenizer, vocab_size, stop)  # checks the tokenizer
         found = _grammars.add(key, _checker(tokenizer, vocab_size).check(source, wanted))
     return found
@@ -230,29 +221,25 @@ class _Checker:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._process: subprocess.Popen[bytes] | None = None
+        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def check(self, source: str, wanted: Callable[[], bool]) -> int:
         """The bytes of a compiled grammar; raises as `compile_untrusted`."""
         with _checking:
             if not wanted():
                 raise _refused("its client has left")
-            process = self._process
-            if process is None or process.poll() is not None:
-                process = self._process = self._started()
-            assert process.stdin is not None and process.stdout is not None
+            process, connection = self._running or self._started()
+            if process.poll() is not None:
+                process, connection = self._started()
             left = False
-            to_process, from_process = process.stdin.fileno(), process.stdout.fileno()
-            answered = select.poll()  # select() knows the first 1024 descriptors
-            answered.register(from_process, select.POLLIN)
             try:
-                grammar_check.write_frame(to_process, json.dumps(source).encode())
-                while not answered.poll(_LOOK_MILLISECONDS):
+                connection.send_bytes(json.dumps(source).encode())
+                while not connection.poll(_LOOK_SECONDS):
                     if not left and not wanted():
                         left = True
-                        grammar_check.write_frame(to_process, b"")
-                answer = json.loads(grammar_check.read_frame(from_process) or b"{}")
-            except BrokenPipeError:
+                        connection.send_bytes(b"")
+                answer = json.loads(connection.recv_bytes())
+            except (EOFError, ConnectionError):
                 answer = {}
             if left:
                 raise _refused("its client has left")
@@ -262,24 +249,26 @@ class _Checker:
                 process.kill()
             raise _refused(answer.get("error", "the process that compiles has ended"))
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:
         backend = copy.copy(self._tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
-        process = subprocess.Popen(  # nosec B603 - this interpreter and a file of this package
-            [sys.executable, "-P", grammar_check.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "RAYON_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            start_new_session=True,
-            bufsize=0,
-        )
-        assert process.stdin is not None
+        connection, other_end = Pipe()
+        with other_end:
+            process = subprocess.Popen(  # nosec B603 - this interpreter and a file of this package
+                [sys.executable, "-P", grammar_check.__file__, str(other_end.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "RAYON_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,
+                pass_fds=[other_end.fileno()],
+            )
         limits = {"seconds": _MOST_SECONDS, "memory_bytes": _MOST_BYTES}
         given = {"tokenizer": backend.to_str(), "vocab_size": self._vocab_size, "stop": [0], "limits": limits}
-        grammar_check.write_frame(process.stdin.fileno(), json.dumps(given).encode())
-        return process
+        connection.send_bytes(json.dumps(given).encode())
+        self._running = process, connection
+        return self._running
 
 
 _checking = threading.Lock()
@@ -293,7 +282,6 @@ def _refused(reason: str) -> UserError:
 @functools.lru_cache(maxsize=8)
 def _tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop: frozenset[int]) -> Any:
     """The vocabulary in llguidance's form; it takes a second for a large one."""
-    require_grammars()
     from llguidance import hf
 
     if not stop:
@@ -335,17 +323,19 @@ class TokenMasks:
         self._thread.shutdown(wait=False)
 
 
+@dataclass(frozen=True)
 class PendingMasks:
     """Bits that are being computed."""
 
-    def __init__(self, done: Future[None], places: list[int], bits: Tensor) -> None:
-        self._done = done
-        self._places = places
-        self._bits = bits
+    done: Future[None]
+    places: list[int]
+    """Places of the rows."""
+    bits: Tensor
+    """[rows or more, words] int32."""
 
     def write(self, allowed: Tensor) -> None:
         """Wait, and write the bits to the table [S, words] of all rows."""
-        self._done.result()
-        places = to_device(self._places, allowed.device, torch.long)
+        self.done.result()
+        places = to_device(self.places, allowed.device, torch.long)
         # The bits are not written again before this step's tokens have arrived.
-        allowed[places] = to_device(self._bits[: len(self._places)], allowed.device)
+        allowed[places] = to_device(self.bits[: len(self.places)], allowed.device)

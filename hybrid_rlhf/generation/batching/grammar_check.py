@@ -5,40 +5,21 @@ repetitions take gigabytes a second. So this process reads the tokenizer, and fo
 own limit of memory, and ends at its limit of time or when the client has left. A compiled grammar cannot be passed
 between processes; the caller compiles those that have stayed within the limits once more.
 
-Frames on stdin and stdout are a length of 4 bytes and JSON. The first has the tokenizer and the limits; then one per
-grammar, each with one answer: `bytes`, or `error`. A frame of length 0 cancels the grammar that is being compiled.
+Messages over a connection, whose file descriptor is the argument, are JSON. The first has the tokenizer and the limits;
+then one per grammar, each with one answer: `bytes`, or `error`. An empty message cancels the grammar that is being
+compiled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
-import select
 import signal
-import struct
+import sys
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
-
-
-def read_frame(file: int) -> bytes | None:
-    """The next frame; None at the end of the file."""
-    header = _read(file, 4)
-    return None if len(header) < 4 else _read(file, struct.unpack(">I", header)[0])
-
-
-def write_frame(file: int, content: bytes) -> None:
-    """Write a frame."""
-    left = memoryview(struct.pack(">I", len(content)) + content)
-    while left:
-        left = left[os.write(file, left) :]
-
-
-def _read(file: int, size: int) -> bytes:
-    parts = []
-    while size and (part := os.read(file, min(size, 2**20))):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 def _pages(column: int) -> int:
@@ -63,38 +44,41 @@ def _compile(tokenizer: Any, source: str, memory_bytes: int) -> dict[str, Any]:
     return {"bytes": size}
 
 
-def _checked(tokenizer: Any, source: str, *, seconds: float, memory_bytes: int) -> dict[str, Any]:
+def _checked(server: Connection, tokenizer: Any, source: str, *, seconds: float, memory_bytes: int) -> dict[str, Any]:
     """The answer to a grammar, from a fork."""
-    reading, writing = os.pipe()
+    reading, writing = Pipe(duplex=False)
     fork = os.fork()
     if fork == 0:
         try:
-            write_frame(writing, json.dumps(_compile(tokenizer, source, memory_bytes)).encode())
+            writing.send_bytes(json.dumps(_compile(tokenizer, source, memory_bytes)).encode())
         finally:
             os._exit(0)
-    os.close(writing)
+    writing.close()
     try:
-        # stdin: a frame that cancels, or the end of the server
-        ready, _, _ = select.select([reading, 0], [], [], seconds)
-        answer = read_frame(reading) if reading in ready else None
-        if answer is None:
-            return {"error": f"it takes more than {seconds:g} s or {memory_bytes / 2**20:.0f} MiB to compile"}
-        return dict(json.loads(answer))
+        # from the server: a message that cancels, or its end
+        if reading in wait([reading, server], seconds):
+            return dict(json.loads(reading.recv_bytes()))
+    except EOFError:  # it was killed
+        pass
     finally:
         os.kill(fork, signal.SIGKILL)
         os.waitpid(fork, 0)
-        os.close(reading)
+        reading.close()
+    return {"error": f"it takes more than {seconds:g} s or {memory_bytes / 2**20:.0f} MiB to compile"}
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Answer until the server ends."""
     from llguidance import LLTokenizer
 
-    given = json.loads(read_frame(0) or b"{}")
+    server = Connection(int(sys.argv[1]))
+    given = json.loads(server.recv_bytes())
     tokenizer = LLTokenizer(given["tokenizer"], n_vocab=given["vocab_size"], eos_token=given["stop"])
-    while (frame := read_frame(0)) is not None:
-        if frame:  # else it cancels what has been answered already
-            write_frame(1, json.dumps(_checked(tokenizer, json.loads(frame), **given["limits"])).encode())
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            if source := server.recv_bytes():  # else it cancels what has been answered already
+                answer = _checked(server, tokenizer, json.loads(source), **given["limits"])
+                server.send_bytes(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation.batching.grammar import (
-    CompiledGrammar,
-    Grammar,
-    compile_untrusted,
-    compiled_grammar,
-    grammar_of,
-    require_grammars,
-    source_of,
-)
+from hybrid_rlhf.generation.batching.grammar import Grammar, GrammarKey, grammar_of, require_grammars, source_of
 from hybrid_rlhf.generation.batching.stop_strings import StopStrings, stop_strings
 from hybrid_rlhf.generation.sampling import (
     Completion,
@@ -67,14 +58,16 @@ class Request:
     """Number of tokens that an open batch has delivered."""
     grammar: Grammar | None = None
     """Grammar of the completion; none: any token may follow."""
+    sample: int = 0
+    """Number among the samples of the prompt."""
+    streams: bool = True
+    """True if each token is appended when it is sampled; false: continuous batching may append several later."""
 
     def continue_from(self, completion: Completion) -> None:
         """Take the tokens of a completion that an earlier call began."""
         self.begun = completion
         self.finish_reason = completion.finish_reason
-        self.token_ids = list(completion.token_ids)
-        self.logprobs = list(completion.logprobs)
-        self.sampling_logprobs = list(completion.sampling_logprobs)
+        self.extend(completion.token_ids, completion.logprobs, completion.sampling_logprobs)
         self.weight_versions = list(completion.weight_versions)
         self._restart_grammar()
 
@@ -91,18 +84,8 @@ class Request:
 
     def _restart_grammar(self) -> None:
         """Bring the grammar to the tokens so far, without the stop token."""
-        if self.grammar is not None and self.finish_reason is None:
+        if self.grammar is not None and not self.ended:
             self.grammar.restart(self.token_ids)
-
-    @property
-    def begun_tokens(self) -> int:
-        """Number of tokens that an earlier call sampled."""
-        return 0 if self.begun is None else len(self.begun.token_ids)
-
-    @property
-    def new_tokens(self) -> int:
-        """Number of tokens that this call has sampled."""
-        return len(self.token_ids) - self.begun_tokens
 
     @property
     def ended(self) -> bool:
@@ -115,21 +98,35 @@ class Request:
         return len(self.prompt) + len(self.token_ids)
 
     @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Numbers of tokens so far, of the prompt, and at most of the completion."""
+        return self.tokens, len(self.prompt), len(self.uniforms)
+
+    @property
     def all_token_ids(self) -> list[int]:
         """Token ids of prompt and completion so far."""
         return [*self.prompt, *self.token_ids]
 
-    @property
-    def attended_tokens(self) -> int:
-        """Number of tokens whose keys and values decoding has read: for each new token but the first, all tokens before
-        it."""
+    def attended_tokens(self, window: int | None) -> int:
+        """Number of tokens whose keys and values decoding has read: for each decoded token, all up to itself within a
+        window."""
         decoded = self.decoded_tokens
-        return decoded * (len(self.prompt) + self.begun_tokens) + decoded * (decoded + 1) // 2
+        window = self.tokens if window is None else window
+        beyond = min(decoded, max(0, self.tokens - 1 - window))  # with more before them than the window
+        others = decoded - beyond
+        return beyond * window + others * (self.tokens - beyond) - others * (others + 1) // 2
 
     @property
     def decoded_tokens(self) -> int:
-        """Number of new tokens without the first, which the prefill samples."""
-        return max(0, self.new_tokens - 1)
+        """Number of tokens that this call has sampled, without the first, which the prefill samples."""
+        begun = 0 if self.begun is None else len(self.begun.token_ids)
+        return max(0, len(self.token_ids) - begun - 1)
+
+    def extend(self, tokens: Iterable[float], logprobs: Iterable[float], sampling_logprobs: Iterable[float]) -> None:
+        """Append several tokens, of which none is the last."""
+        self.token_ids += map(int, tokens)
+        self.logprobs += logprobs
+        self.sampling_logprobs += sampling_logprobs
 
     def append(self, token: int, logprob: float, sampling_logprob: float, *top: float) -> None:
         """Append a token, and set the finish reason if it is the last. `top`: the most likely tokens, then their
@@ -164,10 +161,9 @@ class Request:
         routes = None
         if self.fetch_routes is not None:
             routes = np.pad(self.fetch_routes().numpy(), ((0, 1), (0, 0), (0, 0)), constant_values=-1)
-        versions = self.weight_versions + [weight_version] * (len(self.token_ids) - len(self.weight_versions))
-        return Completion(
-            self.token_ids[:], self.logprobs[:], self.finish_reason, self.sampling_logprobs[:], versions, routes
-        )
+        self.stamp(weight_version)
+        values = self.sampling_logprobs[:], self.weight_versions[:], routes
+        return Completion(self.token_ids[:], self.logprobs[:], self.finish_reason, *values)
 
 
 def continue_requests(requests: Sequence[Request], begun: Sequence[Sequence[Completion]]) -> None:
@@ -185,12 +181,14 @@ class DecodeWork:
     """Bytes of weights, keys and values that decoding has read; 0 if the backend does not count them."""
     steps: int = 0
     """Number of steps with decoding rows."""
+    operations: float = 0.0
+    """Floating-point operations of decoding, without those of recurrences; counted where the bytes are."""
 
     def __add__(self, other: DecodeWork) -> DecodeWork:
-        return DecodeWork(self.bytes + other.bytes, self.steps + other.steps)
+        return DecodeWork(self.bytes + other.bytes, self.steps + other.steps, self.operations + other.operations)
 
     def __sub__(self, other: DecodeWork) -> DecodeWork:
-        return DecodeWork(self.bytes - other.bytes, self.steps - other.steps)
+        return DecodeWork(self.bytes - other.bytes, self.steps - other.steps, self.operations - other.operations)
 
 
 NewTokens = list[tuple[Request, int]]
@@ -253,6 +251,7 @@ class RequestMaker:
                 uniform_stream(params.seed or 0, sample, self._longest_completion(index, prompt, params)),
                 stop_strings(self.tokenizer, params.stop) if params.stop and self.tokenizer is not None else None,
                 grammar=self.grammar(params),
+                sample=sample,
             )
             for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True))
             for sample in range(first_sample, first_sample + params.n)
@@ -268,28 +267,15 @@ class RequestMaker:
         Raises:
             UserError: for a grammar that does not compile, or an engine that has no tokenizer for it.
         """
-        return None if params.response_format is None else grammar_of(**self._grammar_source(params))
+        return None if params.response_format is None else grammar_of(*self.grammar_key(params))
 
-    def compiled_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
-        """The grammar of a response format if it is compiled; raises as `grammar`."""
-        return compiled_grammar(**self._grammar_source(params))
-
-    def compile_untrusted(self, params: SamplingParams, wanted: Callable[[], bool]) -> CompiledGrammar:
-        """Compile the grammar of a response format within limits; see `grammar.compile_untrusted`."""
-        return compile_untrusted(**self._grammar_source(params), wanted=wanted)
-
-    def _grammar_source(self, params: SamplingParams) -> dict[str, Any]:
+    def grammar_key(self, params: SamplingParams) -> GrammarKey:
+        """The grammar of a response format and what it is compiled for; raises UserError as `grammar`."""
         if self.tokenizer is None:
             raise UserError("response_format needs a tokenizer, the engine has none: give it one")
         require_grammars()
         assert params.response_format is not None
-        source = source_of(params.response_format)
-        return {
-            "source": source,
-            "tokenizer": self.tokenizer,
-            "vocab_size": self.vocab_size,
-            "stop": self._stop(params),
-        }
+        return source_of(params.response_format), self.tokenizer, self.vocab_size, self._stop(params)
 
     def _check_tokens(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise UserError if a prompt is empty, a token of it or a stop token is not in the vocabulary, or top_k does

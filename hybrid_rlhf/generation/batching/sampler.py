@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,14 +98,11 @@ class DecodeBatch(SamplingRows):
         return rows
 
     def has_room_for(self, requests: Sequence[Request]) -> bool:
-        """True if the tables are wide enough for each of the requests."""
+        """True if the tables are wide enough for each of the requests, given that they have the tables of their
+        mode."""
         stops = self.integers.shape[1] - len(INTEGERS)
         longest = self.floats.shape[1] - len(FLOATS)
-        fits = all(len(request.stop) <= stops and len(request.uniforms) <= longest for request in requests)
-        mode = sampling_mode(requests)
-        has_seen = self.seen is not None or not (mode.repetition_penalty or mode.bias)
-        has_bias = self.bias is not None or not mode.bias
-        return fits and has_seen and has_bias and (self.allowed is not None or not mode.grammar)
+        return all(len(request.stop) <= stops and len(request.uniforms) <= longest for request in requests)
 
     @property
     def nbytes(self) -> int:
@@ -173,14 +171,11 @@ class DecodeBatch(SamplingRows):
 
     def _of_each(self, part: Callable[[Tensor], Tensor]) -> DecodeBatch:
         """Return a part of all tables."""
-        seen = None if self.seen is None else part(self.seen)
-        bias = None if self.bias is None else part(self.bias)
-        allowed = None if self.allowed is None else part(self.allowed)
-        return DecodeBatch(part(self.integers), part(self.floats), seen, bias, allowed, part(self.adapter))
+        parts: dict[str, Any] = {name: table if table is None else part(table) for name, table in vars(self).items()}
+        return DecodeBatch(**parts)
 
     def _tables(self) -> list[Tensor]:
-        wide = [table for table in (self.seen, self.bias, self.allowed) if table is not None]
-        return [self.integers, self.floats, self.adapter, *wide]
+        return [table for table in vars(self).values() if table is not None]
 
 
 def _biases(request: Request) -> dict[int, np.float32]:

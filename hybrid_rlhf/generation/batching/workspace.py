@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,9 +32,9 @@ _GRAPH_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 _IDLE_STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 """Capture streams of graphs that were destroyed, for reuse."""
 Step = Callable[[int], Tensor]
-Fetch = Callable[[], list[list[float]]]
-"""Waits for a step and returns its tokens, log-probs and sampling log-probs, then the most likely tokens and their
-log-probs if they are reported; a token of -1 is discarded."""
+Fetch = Callable[[], np.ndarray]
+"""Waits for a step and returns [3 + 2k, rows]: tokens, log-probs, sampling log-probs, and the most likely tokens with
+their log-probs if they are reported; a token of -1 is discarded."""
 Masks = Callable[[], PendingMasks]
 """Gives the masks of a step."""
 
@@ -270,12 +271,9 @@ class Workspace:
             tokens = torch.cat([tokens, prompts.tokens])
             positions = torch.cat([positions, prompts.positions])
             adapters = None if adapters is None else torch.cat([adapters, prompts.adapters])
-        states = None if self.states is None else self.states.step(decoding, chunks)
-        attend = self.attention.step(decoding, chunks)
-        routes: list[Tensor] | None = None if self.cache.routes is None else []
-        hidden = self.decoder.hidden(tokens, positions, attend, states=states, adapters=adapters, routes=routes)
-        if routes:
-            self.cache.write_routes(attend.places[0], routes)
+        hidden = self.decoder.hidden(
+            tokens, positions, self.attention, states=self.states, rows=decoding, chunks=chunks, adapters=adapters
+        )
         if not len(drawing):
             return hidden.new_empty(0, 0)
         if prompts is None:
@@ -395,4 +393,4 @@ def _graph_rows(rows: int, most: int) -> int:
 def _fetch(result: Tensor) -> Fetch:
     """Start the copy of a step's result to the host; returns a function that waits for it."""
     arrived = to_host(result)
-    return lambda: arrived().tolist()  # type: ignore[no-any-return]
+    return lambda: arrived().numpy()

@@ -24,16 +24,15 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation.architecture.model_description import Latent, ModelDescription, Split
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, KVCache, blocks_of
-from hybrid_rlhf.generation.model.latent import AbsorbedTokens, ExpandedChunks, PagedLatents, Table
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.attention import attend, attend_rows
-from hybrid_rlhf.generation.ops.rows import rotated
+from hybrid_rlhf.generation.ops.rows import concatenated, rotated
 from hybrid_rlhf.generation.transfers import to_device
 
 _EXPANDED_TOKENS = 8192
 """Minimum number of tokens whose latents are expanded to keys and values at once. Fewer leave a GPU partly idle."""
-
-
+Table = tuple[Tensor, Tensor] | None
+"""Cosines and signed sines [T, 1, r] of the new tokens, for the first r dimensions of a head; none: no rotation."""
 _Part = Callable[[int, int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attention of a part of the tokens of a step in one layer: from kind, page table, queries [n, A, D], keys and values
 in pages [P, BLOCK_TOKENS, K, D] and sinks to [n, A, D]."""
@@ -131,7 +130,7 @@ class StepAttention:
     """Attention of one step. Values that are the same in all layers are computed once."""
 
     def __init__(self, attention: Attention, rows: DecodeRows | None, chunks: Chunks | None) -> None:
-        self._attention = attention
+        self.attention = attention
         places: list[Tensor] = []
         self._parts: list[tuple[slice, _Part]] = []
         """Token ranges and the objects that compute them. With latent attention: indices into the absorbed tokens."""
@@ -141,18 +140,21 @@ class StepAttention:
             places.append(_places(rows.pages, sequences, rows.positions))
         if chunks is not None:
             places.append(_chunk_places(chunks))
-        self.places = torch.cat(places, dim=1) if len(places) > 1 else places[0]
+        self.places = concatenated(places, dim=1)
         """[page tables, T] indices of the new tokens in a cache [P * BLOCK_TOKENS]."""
-        self._absorbed: slice | Tensor | None = slice(None)
-        """Tokens that latent attention computes in the absorbed form; none: there are none."""
-        self._expanded: list[_ExpandedChunks] = []
+        self.absorbed: slice | Tensor | None = slice(None)
+        """Tokens that latent attention computes in the absorbed form: those of rows, then those of some chunks; none:
+        there are none."""
+        self.expanded: list[ExpandedChunks] = []
+        """Chunks that latent attention computes in the plain form."""
         if attention.architecture.latent is not None and chunks is not None:
-            self._expanded, self._absorbed, chunks = _by_form(attention, attention.architecture.latent, batch, chunks)
-        self._paged: PagedKernel | None = None
+            self.expanded, self.absorbed, chunks = _by_form(attention, attention.architecture.latent, batch, chunks)
+        self.paged: PagedKernel | None = None
+        """The kernel for rows and chunks, where one launch computes both; none: there is no such kernel."""
         if attention.fused is not None:
             if rows is not None or chunks is not None:
-                self._paged = PagedKernel(attention, rows, chunks)
-                self._parts.append((slice(None), self._paged))
+                self.paged = PagedKernel(attention, rows, chunks)
+                self._parts.append((slice(None), self.paged))
             return
         if rows is not None:
             decode = RowAttention(attention, rows) if attention.kernels is None else PagedKernel(attention, rows)
@@ -170,7 +172,7 @@ class StepAttention:
             table: rotary positions.
             sinks: [A] scores of a key without a value (arXiv 2309.17453, section 3.1; gpt-oss).
         """
-        attention = self._attention
+        attention = self.attention
         kind = attention.architecture.attention_of(layer)
         tables, keys, values = attention.cache.of_layer(layer)
         places = self.places[tables]
@@ -185,33 +187,35 @@ class StepAttention:
             queries, new_keys = qk.tensor_split([-kv_heads], dim=1)
             for store, new in ((keys, new_keys), (values, new_values)):
                 store.view(-1, *new.shape[1:]).index_copy_(0, places, new)
-        mixed = [part(kind, tables, queries[tokens], keys, values, sinks) for tokens, part in self._parts]
-        return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
+        return self.mixed(kind, tables, queries, keys, values, sinks)
+
+    def mixed(
+        self, kind: int, table: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """Return attention outputs [n, A, D] for queries [n, A, D], over keys and values in pages."""
+        return concatenated([part(kind, table, queries[tokens], keys, values, sinks) for tokens, part in self._parts])
 
     def latents(self, layer: int) -> PagedLatents:
-        """Return the places that latent attention writes and reads in a layer."""
-        attention = self._attention
-        a = self._attention.architecture
+        """Return the latents of a layer in the cache."""
+        attention = self.attention
+        a = attention.architecture
         kind = a.attention_of(layer)
         assert (a.kinds[kind].window, a.attention_softcap, attention.alibi, a.sinks) == (None, None, None, False)
         table, keys, _ = attention.cache.of_layer(layer)
+        return PagedLatents(self, kind, table, keys)
 
-        def attend(queries: Tensor) -> Tensor:
-            mixed = [part(kind, table, queries[tokens], keys, keys, None) for tokens, part in self._parts]
-            return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
-        absorbed = None
-        if self._absorbed is not None:
-            read = None if self._paged is None else self._paged.read(kind, table)
-            absorbed = AbsorbedTokens(self._absorbed, attend, read)
-        return PagedLatents(
-            attention.fused,
-            a.kinds[kind].scale,
-            keys,
-            self.places[table],
-            absorbed,
-            [chunks.of_layer(kind, table) for chunks in self._expanded],
-        )
+@dataclass(frozen=True)
+class PagedLatents:
+    """Latents of a layer in the cache, and the attention of a step's tokens to them."""
+
+    step: StepAttention
+    kind: int
+    """Index of the layer's kind of attention."""
+    table: int
+    """Index of the layer's page table."""
+    keys: Tensor
+    """[P, BLOCK_TOKENS, 1, R + L] rotated keys and latents."""
 
 
 class RowAttention:
@@ -351,7 +355,7 @@ class ChunkAttention:
         return mixed
 
 
-class _ExpandedChunks:
+class ExpandedChunks:
     """Chunks of latent attention in the plain form, whose keys and values are expanded together.
 
     The expanded keys and values are stored in separate pages, which attention reads like those of a cache.
@@ -360,34 +364,30 @@ class _ExpandedChunks:
     def __init__(self, attention: Attention, chunks: Chunks, tokens: slice | Tensor, *, most_pages: int) -> None:
         """Args: shared data, the chunks, their tokens, and the number of pages for which all heads are expanded at
         once."""
-        self._tokens = tokens
+        self.tokens = tokens
+        """Indices of their tokens in the step."""
         device = chunks.pages.device
         counts = [blocks_of(start + length) for start, length in zip(chunks.starts, chunks.lengths, strict=True)]
         members = [[sequence, block] for sequence, count in enumerate(counts) for block in range(count)]
         sequences, blocks = to_device(members, device).unbind(1)
-        self._pages = chunks.pages[:, sequences, blocks].long()
+        self.pages = chunks.pages[:, sequences, blocks].long()
+        """[page tables, P'] cache pages of their sequences."""
         firsts = torch.tensor([0, *accumulate(counts[:-1])])
         numbers = to_device(firsts[None, :, None] + torch.arange(max(counts)), device, torch.int32)
         expanded = Chunks(numbers, chunks.starts, chunks.lengths)
-        self._part: _Part
+        self.attend: _Part
+        """Attention to keys and values in pages [P', BLOCK_TOKENS, heads, D], with one page table."""
         if attention.fused is None:
-            self._part = ChunkAttention(attention, expanded)
+            self.attend = ChunkAttention(attention, expanded)
         else:
-            self._part = PagedKernel(attention, None, expanded, expanded=True)
-        self._heads = [max(1, group * most_pages // len(members)) for group in attention.groups]
-
-    def of_layer(self, kind: int, table: int) -> ExpandedChunks:
-        """Return the tokens, pages and attention of these chunks in a layer."""
-
-        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return self._part(kind, 0, q, keys, values, None)
-
-        return ExpandedChunks(self._tokens, self._pages[table], self._heads[kind], attend)
+            self.attend = PagedKernel(attention, None, expanded, expanded=True)
+        self.heads_at_once = [max(1, group * most_pages // len(members)) for group in attention.groups]
+        """Number of heads whose keys and values are expanded at once, for each kind of attention."""
 
 
 def _by_form(
     attention: Attention, latent: Latent, batch: int, chunks: Chunks
-) -> tuple[list[_ExpandedChunks], slice | Tensor | None, Chunks | None]:
+) -> tuple[list[ExpandedChunks], slice | Tensor | None, Chunks | None]:
     """Divide latent attention into its two forms.
 
     Keys and values are expanded for at most as many tokens at once as the chunks have new ones, or for
@@ -411,7 +411,7 @@ def _by_form(
         groups[-1].append(i)
         room -= pages
     expanded = [
-        _ExpandedChunks(
+        ExpandedChunks(
             attention,
             chunks.some(group),
             _joined([tokens[i] for i in group], chunks.pages.device),

@@ -251,10 +251,9 @@ def page_bytes(layout: CacheLayout, dtype: torch.dtype) -> int:
     return BLOCK_TOKENS * (layout.stores * layout.places_per_page * layout.width * dtype.itemsize + routes)
 
 
-def bytes_per_token(architecture: ModelDescription, split: Split, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values on a rank."""
-    widths = [math.prod(_kv_size(architecture, split, layer)) for layer in architecture.cached_layers]
-    return _stores(architecture) * sum(widths) * dtype.itemsize
+def token_bytes(architecture: ModelDescription, split: Split, dtype: torch.dtype, *, layer: int) -> int:
+    """Bytes of the keys and values of one token that a layer reads on a rank."""
+    return _stores(architecture) * math.prod(_kv_size(architecture, split, layer)) * dtype.itemsize
 
 
 def _kv_size(architecture: ModelDescription, split: Split, layer: int) -> tuple[int, int]:

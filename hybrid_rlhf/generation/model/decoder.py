@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription, Split
 from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters, LowRankChange
-from hybrid_rlhf.generation.model.attention import StepAttention
-from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
+from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows, StepAttention, Table
+from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, token_bytes
 from hybrid_rlhf.generation.model.experts import RoutedExperts
-from hybrid_rlhf.generation.model.latent import LatentAttention, Table
+from hybrid_rlhf.generation.model.latent import LatentAttention
 from hybrid_rlhf.generation.model.layers import (
     HeadNorm,
     InferenceLinear,
@@ -31,6 +31,7 @@ from hybrid_rlhf.generation.model.layers import (
     QuantisedLinear,
     SplitNorm,
     norm_heads,
+    operations,
     weight_bytes,
 )
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer
@@ -131,6 +132,13 @@ class DecoderWeights:
     head: InferenceLinear
 
 
+class AttentionCost(NamedTuple):
+    """What a query costs for each key that it attends to, on a rank."""
+
+    bytes: int = 0
+    operations: int = 0
+
+
 class Decoder:
     """A causal LM on one tensor-parallel rank."""
 
@@ -161,13 +169,46 @@ class Decoder:
     def product_bytes(self) -> int:
         """Bytes of the matrices that a decoding step reads, for any number of rows; all experts count, as in a step of
         many tokens."""
+        layers = self._weights.layers
+        latents = sum(layer.latent.kv_up.nbytes for layer in layers if layer.latent is not None)
+        experts = sum(layer.experts.weight_bytes for layer in layers if layer.experts is not None)
+        # without the padding of packed weights
+        return experts + latents + sum(map(weight_bytes, self._products))
+
+    @property
+    def token_operations(self) -> float:
+        """Floating-point operations of the products of one token, with the experts that it passes through. A GPU takes
+        half the time for those of 8 bits, which count half."""
+        layers = self._weights.layers
+        latents = sum(2 * layer.latent.kv_up.numel() for layer in layers if layer.latent is not None)
+        kind = self.architecture.experts
+        share = 0.0 if kind is None else kind.per_token / kind.count
+        mixtures = [layer.experts for layer in layers if layer.experts is not None]
+        experts = sum(2 * mixture.router.numel() + share * mixture.operations for mixture in mixtures)
+        return experts + latents + sum(map(operations, self._products))
+
+    @property
+    def attention_costs(self) -> dict[int | None, AttentionCost]:
+        """Costs of attention in all layers with the same window; None: those without one."""
+        a = self.architecture
+        costs = dict[int | None, AttentionCost]()
+        for layer, kind in enumerate(a.layer_kinds):
+            if kind is not None:
+                keys = a.kv_size(kind)[1]
+                values = keys if a.latent is None else a.latent.size
+                before = costs.get(a.kinds[kind].window, AttentionCost())
+                costs[a.kinds[kind].window] = AttentionCost(
+                    before.bytes + token_bytes(a, self.split, self.dtype, layer=layer),
+                    before.operations + 2 * len(self.split.heads) * (keys + values),
+                )
+        return costs
+
+    @property
+    def _products(self) -> list[Linear]:
+        """Products of every token, without those of experts."""
         weights = self._weights
         products = [product for layer in weights.layers for product in layer.products.values()]
-        products += [weights.head, *([] if weights.layer_inputs is None else [weights.layer_inputs.project])]
-        latents = sum(layer.latent.kv_up.nbytes for layer in weights.layers if layer.latent is not None)
-        experts = sum(layer.experts.weight_bytes for layer in weights.layers if layer.experts is not None)
-        # without the padding of packed weights
-        return experts + latents + sum(map(weight_bytes, products))
+        return [*products, weights.head, *([] if weights.layer_inputs is None else [weights.layer_inputs.project])]
 
     @property
     def state_bytes(self) -> int:
@@ -240,24 +281,30 @@ class Decoder:
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: StepAttention,
+        attention: Attention,
         *,
-        states: StepStates | None = None,
+        states: StateCache | None,
+        rows: DecodeRows | None = None,
+        chunks: Chunks | None = None,
         adapters: Tensor | None = None,
         observe: Callable[[Tensor], None] | None = None,
-        routes: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the last hidden states [T, H] of tokens [T] at positions [T], before the final norm.
 
         Args:
-            tokens: token ids.
+            tokens: token ids, those of the rows first, then those of each chunk.
             positions: positions in their sequences.
-            attend: attention of the step.
-            states: states of recurrent layers; none: there are no such layers.
+            attention: attention over a cache, which takes the keys, values and routes of the tokens.
+            states: states of recurrent layers; None without such layers.
+            rows: sequences that decode, if any.
+            chunks: parts of prompts, if any.
             adapters: [T] adapter numbers, 0 for a token without one; none: no token has one.
             observe: called with the hidden states before the first layer and after each layer.
-            routes: list to which each mixture appends the indices [T, k] of its experts.
         """
+        cache = attention.cache
+        attend = attention.step(rows, chunks)
+        step_states = None if states is None else states.step(rows, chunks)
+        routes: list[Tensor] | None = None if cache.routes is None else []
         if self._chosen is not None:
             self._chosen.of_tokens = adapters
         x = self._embed(tokens, positions)
@@ -272,7 +319,7 @@ class Decoder:
             x = block(
                 x,
                 layer,
-                lambda h, i=index, w=layer, p=place: self._mixed(h, i, w, p, attend, states),
+                lambda h, i=index, w=layer, p=place: self._mixed(h, i, w, p, attend, step_states),
                 lambda h, x, w=layer: self._mlp(h, x, w, routes),
             )
             if inputs is not None:
@@ -281,6 +328,8 @@ class Decoder:
                 x = x * layer.scale
             if observe is not None:
                 observe(x)
+        if routes:
+            cache.write_routes(attend.places[0], routes)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

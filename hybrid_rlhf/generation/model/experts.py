@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.generation.architecture.model_description import Activation, Experts
-from hybrid_rlhf.generation.model.layers import Linear, MakeLinear, weight_bytes
+from hybrid_rlhf.generation.model.layers import Linear, MakeLinear, operations, weight_bytes
 from hybrid_rlhf.generation.ops.routing import route
 
 MOST_KERNEL_TOKENS = 256
@@ -96,8 +96,12 @@ class RoutedExperts:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all experts of this rank. A step with few tokens reads fewer."""
-        grouped = sum(weight.numel() * weight.element_size() for weight in (self.up, self.down))
-        return grouped + sum(map(weight_bytes, self.products.values()))
+        return self.up.nbytes + self.down.nbytes + sum(map(weight_bytes, self.products.values()))
+
+    @property
+    def operations(self) -> float:
+        """Floating-point operations of one token in all experts of this rank."""
+        return 2 * (self.up.numel() + self.down.numel()) + sum(map(operations, self.products.values()))
 
     def route(self, x: Tensor, kernels: ModuleType | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts for tokens [T, H]; returns their weights [T, k] float32 and indices [T, k]."""

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from hybrid_rlhf.functional import operations
 from hybrid_rlhf.generation.ops import choice, cpu_kernels
+from hybrid_rlhf.generation.ops.rows import concatenated
 from hybrid_rlhf.models.four_bit import FourBitWeight
 
 
@@ -114,8 +115,7 @@ class FourBitLinear:
             for part, rows in zip(self._parts, weight.split([part.shape[0] for part in self._parts]), strict=True):
                 cpu_kernels.dequantise(part.weight.codes, part.weight.state, rows)
             return operations.linear(x, weight)
-        outputs = [part(x) for part in self._parts]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return concatenated([part(x) for part in self._parts], dim=1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [T, K] to [T, N]."""

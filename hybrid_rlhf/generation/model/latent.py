@@ -18,62 +18,13 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.architecture.model_description import Latent
+from hybrid_rlhf.generation.model.attention import ExpandedChunks, PagedLatents, Table
 from hybrid_rlhf.generation.model.layers import Linear, Norm
 from hybrid_rlhf.generation.ops.rows import rotated
-
-Table = tuple[Tensor, Tensor] | None
-"""Cosines and signed sines [T, 1, r] of the new tokens, for the first r dimensions of a head; none: no rotation."""
-
-
-@dataclass(frozen=True)
-class AbsorbedTokens:
-    """Tokens that attend to latents: those of decoding rows, then those of some chunks of prompts."""
-
-    tokens: slice | Tensor
-    """Indices of the tokens in the step."""
-    attend: Callable[[Tensor], Tensor]
-    """Attention in torch, from queries [n, A, R + L] to [n, A, R + L]."""
-    read: tuple[Tensor, Tensor, Tensor | None] | None
-    """Inputs of the kernel: pages [sequences, M] int32, positions [B] of the rows, tiles of the chunks; none: torch."""
-
-
-@dataclass(frozen=True)
-class ExpandedChunks:
-    """Chunks of prompts that attend to the keys and values of each head."""
-
-    tokens: slice | Tensor
-    """Indices of the tokens in the step."""
-    pages: Tensor
-    """[P'] cache pages of their sequences."""
-    heads_at_once: int
-    """Number of heads whose keys and values are expanded at once."""
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Attention from queries [n, heads, R + U], keys and values [P', BLOCK_TOKENS, heads, R + U] to [n, heads, R +
-    U]."""
-
-
-@dataclass(frozen=True)
-class PagedLatents:
-    """Latents of a layer in the cache, and the attention of a step's tokens to them."""
-
-    kernels: ModuleType | None
-    """GPU kernels; none: torch."""
-    scale: float
-    """Factor of the attention scores."""
-    keys: Tensor
-    """[P, BLOCK_TOKENS, 1, R + L] rotated keys and latents in the cache."""
-    places: Tensor
-    """[T] indices of the new tokens in P * BLOCK_TOKENS."""
-    absorbed: AbsorbedTokens | None
-    expanded: Sequence[ExpandedChunks]
 
 
 class LatentAttention:
@@ -120,9 +71,9 @@ class LatentAttention:
             paged: latents of the layer in the cache.
         """
         queries = self._q(self._write(x, table, paged)).view(len(x), -1, self._kind.query_dims)  # [T, A, U + R]
-        parts = [(chunks.tokens, self._plain(queries, table, chunks, paged)) for chunks in paged.expanded]
-        if paged.absorbed is not None:
-            parts.append((paged.absorbed.tokens, self._absorbed(queries, table, paged.absorbed, paged)))
+        parts = [(chunks.tokens, self._plain(queries, table, chunks, paged)) for chunks in paged.step.expanded]
+        if paged.step.absorbed is not None:
+            parts.append((paged.step.absorbed, self._absorbed(queries, table, paged.step.absorbed, paged)))
         if len(parts) == 1:
             return parts[0][1].flatten(1)
         values = x.new_empty(len(x), *parts[0][1].shape[1:])
@@ -135,11 +86,13 @@ class LatentAttention:
         H]."""
         kind = self._kind
         down = self._down(x)
-        if paged.kernels is not None:
+        kernels = paged.step.attention.fused
+        places = paged.step.places[paged.table]
+        if kernels is not None:
             norm = self._kv_norm
             weight = None if self._q_norm is None else self._q_norm.weight
-            hidden: Tensor = paged.kernels.write_latents(
-                *(down, weight, norm.weight, table, paged.places, paged.keys),
+            hidden: Tensor = kernels.write_latents(
+                *(down, weight, norm.weight, table, places, paged.keys),
                 eps=norm.eps,
                 in_float32=norm.in_float32,
             )
@@ -147,22 +100,25 @@ class LatentAttention:
         hidden, latent, key = down.tensor_split([-kind.size - kind.rotated_dims, -kind.rotated_dims], dim=-1)
         key = key[:, None] if table is None else rotated(key[:, None], *table)
         shared = torch.cat([key, self._kv_norm(latent.contiguous())[:, None]], dim=-1)
-        paged.keys.view(-1, *shared.shape[1:]).index_copy_(0, paged.places, shared)
+        paged.keys.view(-1, *shared.shape[1:]).index_copy_(0, places, shared)
         return x if self._q_norm is None else self._q_norm(hidden.contiguous())
 
-    def _absorbed(self, queries: Tensor, table: Table, absorbed: AbsorbedTokens, paged: PagedLatents) -> Tensor:
+    def _absorbed(self, queries: Tensor, table: Table, tokens: slice | Tensor, paged: PagedLatents) -> Tensor:
         """Return values [n, A, V] of tokens in the absorbed form."""
-        queries, table = _of_tokens(queries, table, absorbed.tokens)
+        step = paged.step
+        queries, table = _of_tokens(queries, table, tokens)
         plain, turned = queries.split([self._kind.plain_dims, self._kind.rotated_dims], dim=-1)
         latent = _by_heads(plain, self._key_up)
-        if paged.kernels is not None:
-            assert absorbed.read is not None
-            values: Tensor = paged.kernels.latent_attention(
-                queries, latent, self._value_up, table, paged.keys, *absorbed.read, scale=paged.scale
+        if step.attention.fused is not None and step.paged is not None:
+            values: Tensor = step.attention.fused.latent_attention(
+                *(queries, latent, self._value_up, table, paged.keys, *step.paged.read(paged.kind, paged.table)),
+                scale=step.attention.architecture.kinds[paged.kind].scale,
             )
             return values
         turned = turned if table is None else rotated(turned, *table)
-        mixed = absorbed.attend(torch.cat([turned, latent], dim=-1))[..., -self._kind.size :]
+        keys = paged.keys
+        mixed = step.mixed(paged.kind, paged.table, torch.cat([turned, latent], dim=-1), keys, keys, None)
+        mixed = mixed[..., -self._kind.size :]
         return _by_heads(mixed, self._value_up.transpose(1, 2))
 
     def _plain(self, queries: Tensor, table: Table, chunks: ExpandedChunks, paged: PagedLatents) -> Tensor:
@@ -173,11 +129,12 @@ class LatentAttention:
         queries = torch.cat([turned, plain], dim=-1)
         if table is not None:
             queries = rotated(queries, *table)
-        cached = paged.keys[chunks.pages]
+        cached = paged.keys[chunks.pages[paged.table]]
+        at_once = chunks.heads_at_once[paged.kind]
         key, latent = cached.flatten(0, 1).split([kind.rotated_dims, kind.size], dim=-1)
         values = queries.new_empty(*queries.shape[:2], kind.value_dims)
-        for first in range(0, queries.shape[1], chunks.heads_at_once):
-            some = slice(first, first + chunks.heads_at_once)
+        for first in range(0, queries.shape[1], at_once):
+            some = slice(first, first + at_once)
             key_up, value_up = self._key_up[some].transpose(1, 2), self._value_up[some].transpose(1, 2)
             shared = latent.expand(-1, len(key_up), -1)
             k, v = queries.new_empty(2, *shared.shape[:2], kind.query_dims)
@@ -186,7 +143,8 @@ class LatentAttention:
             _by_heads(shared, value_up, out=v[..., : kind.value_dims])
             v[..., kind.value_dims :] = 0  # attention requires keys and values of one size
             k, v = k.unflatten(0, cached.shape[:2]), v.unflatten(0, cached.shape[:2])
-            values[:, some] = chunks.attend(queries[:, some].contiguous(), k, v)[..., : kind.value_dims]
+            attended = chunks.attend(paged.kind, 0, queries[:, some].contiguous(), k, v, None)
+            values[:, some] = attended[..., : kind.value_dims]
         return values
 
 

@@ -27,37 +27,30 @@ _CHANNELS = 256
 
 
 @dataclass(frozen=True)
-class ChunkTokens:
-    """Tokens of the sequences of a step with chunks, as read by kernels; all int32."""
-
-    of_token: Tensor
-    """[T] sequence of each token."""
-    firsts: Tensor
-    """[B + n + 1] index of the first token of each sequence, then T."""
-    fresh: Tensor
-    """[B + n] 1 for a sequence that begins with its chunk, else 0."""
-
-    @classmethod
-    def of(cls, rows: int, starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> ChunkTokens:
-        """Args: number of decoding rows, first positions and lengths of the chunks, and the device of the result."""
-        tokens = torch.tensor([*[1] * rows, *lengths])
-        firsts = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
-        fresh = torch.tensor([*[False] * rows, *(start == 0 for start in starts)])
-        of_token = torch.arange(len(tokens)).repeat_interleave(tokens)
-        return cls(*(to_device(part.int(), device) for part in (of_token, firsts, fresh)))
-
-
-@dataclass(frozen=True)
 class StepSequences:
-    """Sequences of a step as read by kernels: decoding rows of one token each, then chunks."""
+    """Sequences of a step as read by kernels: B decoding rows of one token each, then n chunks."""
 
     slots: Tensor
     """[B + n] slots of the states; contiguous, as kernels read them."""
     rows: int
-    chunks: ChunkTokens | None
+    of_token: Tensor
+    """[T] int32, sequence of each token. Without chunks, this and what follows are not read."""
+    firsts: Tensor
+    """[B + n + 1] int32, index of the first token of each sequence, then T."""
+    fresh: Tensor
+    """[B + n] int32, 1 for a sequence that begins with its chunk, else 0."""
 
-    def __post_init__(self) -> None:
-        assert self.slots.is_contiguous(), self.slots.stride()
+    @classmethod
+    def of(cls, slots: Tensor, rows: int, starts: Sequence[int], lengths: Sequence[int]) -> StepSequences:
+        """Args: slots of all sequences, number of decoding rows, first positions and lengths of the chunks."""
+        assert slots.is_contiguous(), slots.stride()
+        if not lengths:
+            return cls(slots, rows, slots, slots, slots)
+        tokens = torch.tensor([*[1] * rows, *lengths])
+        firsts = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
+        fresh = torch.tensor([*[False] * rows, *(start == 0 for start in starts)])
+        of_token = torch.arange(len(tokens)).repeat_interleave(tokens)
+        return cls(slots, rows, *(to_device(part.int(), slots.device) for part in (of_token, firsts, fresh)))
 
 
 @triton.jit
@@ -149,13 +142,6 @@ def _keep_inputs_kernel(
         tl.store(state + place * channels, value, mask=inside)
 
 
-def places(sequences: StepSequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return slots, sequence of each token, first tokens and fresh flags; dummies without chunks."""
-    slots = sequences.slots
-    chunks = sequences.chunks
-    return (slots, slots, slots, slots) if chunks is None else (slots, chunks.of_token, chunks.firsts, chunks.fresh)
-
-
 def convolve(
     x: Tensor,
     weight: Tensor,
@@ -180,7 +166,6 @@ def convolve(
     tokens, channels = x.shape
     out = x.new_empty(tokens, channels)
     chunks = len(sequences.slots) - sequences.rows
-    slots, of_token, firsts, fresh = places(sequences)
     block = min(_CHANNELS, triton.next_power_of_2(channels))
     width = weight.shape[-1]
     blocks = triton.cdiv(channels, block)
@@ -190,10 +175,10 @@ def convolve(
         weight.contiguous(),
         weight if bias is None else bias,
         states,
-        slots,
-        of_token,
-        firsts,
-        fresh,
+        sequences.slots,
+        sequences.of_token,
+        sequences.firsts,
+        sequences.fresh,
         out,
         *sizes,
         W=width,
@@ -204,5 +189,6 @@ def convolve(
         num_warps=1,
     )
     if chunks:
-        _keep_inputs_kernel[chunks, blocks](x, states, slots, firsts, fresh, *sizes, W=width, BLOCK=block, num_warps=1)
+        of_chunks = (sequences.slots, sequences.firsts, sequences.fresh)
+        _keep_inputs_kernel[chunks, blocks](x, states, *of_chunks, *sizes, W=width, BLOCK=block, num_warps=1)
     return out

@@ -8,7 +8,7 @@ Shapes: T tokens, A heads and K KV heads of this rank, D head size, P pages of N
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,11 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
 ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+
+
+def concatenated(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate tensors, without a copy if there is only one."""
+    return torch.cat(list(parts), dim=dim) if len(parts) > 1 else parts[0]
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -145,10 +145,6 @@ class InferenceWeights:
         """Device of the weights."""
         return self._world.device
 
-    def picks(self, name: str) -> list[Pick]:
-        """Return the functions that select this rank's parts of a full training weight."""
-        return [pick for _, _, pick in self.targets[name]]
-
     def build(self, weights: Iterable[tuple[str, Tensor | FourBitWeight, bool]]) -> Decoder:
         """Build or update the decoder.
 

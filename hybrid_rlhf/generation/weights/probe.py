@@ -37,7 +37,7 @@ def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     """Return logits [P - 1, V] float32 after all tokens but the last: first ones by prefill, the others token by
     token."""
-    hidden = torch.cat(_probe_steps(_Probe(decoder, tokens), len(tokens) - 1))
+    hidden = _Probe(decoder, tokens).run(len(tokens) - 1)
     return gather_vocabulary(decoder.logits(hidden), decoder.architecture.vocab_size, decoder.world)
 
 
@@ -45,16 +45,8 @@ def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 def probe_routes(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     """Return the experts [P - 1, E, k] int64 of all tokens but the last in each mixture, computed as `probe_logits`."""
     probe = _Probe(decoder, tokens, records_routes=True)
-    steps = len(_probe_steps(probe, len(tokens) - 1))
-    mixtures = len(decoder.architecture.expert_layers)
-    by_step = [torch.stack(probe.routes[step * mixtures : (step + 1) * mixtures], dim=1) for step in range(steps)]
-    return torch.cat(by_step).long()
-
-
-def _probe_steps(probe: _Probe, tokens: int) -> list[Tensor]:
-    """Return the hidden states of `tokens` tokens: those of a prefill, then those of each decoded token."""
-    places = range(tokens - PROBE_DECODED, tokens)
-    return [probe.prefill(places.start), *map(probe.decode, places)]
+    probe.run(len(tokens) - 1)
+    return probe.cache.routes_of(probe.pages[0, 0], len(tokens) - 1).long()
 
 
 @torch.inference_mode()
@@ -69,29 +61,32 @@ class _Probe:
     """One sequence, with a separate cache and states."""
 
     def __init__(self, decoder: Decoder, tokens: Sequence[int], *, records_routes: bool = False) -> None:
-        self.routes: list[Tensor] = []
-        """Experts [T, k] of each mixture in each step, if they are recorded."""
-        self._records_routes = records_routes
         device = decoder.world.device
-        layout = CacheLayout.of(decoder.architecture, decoder.split, len(tokens))
-        cache = decoder.new_cache(layout, pages=layout.pages_of(len(tokens), computed_together=len(tokens)))
-        self._pages = torch.arange(cache.pages, dtype=torch.int32, device=device).view(layout.tables, 1, -1)
+        layout = CacheLayout.of(decoder.architecture, decoder.split, len(tokens), records_routes=records_routes)
+        pages = layout.pages_of(len(tokens), computed_together=len(tokens))
+        self.cache = decoder.new_cache(layout, pages=pages)
+        self.pages = torch.arange(pages, dtype=torch.int32, device=device).view(layout.tables, 1, -1)
         self._decoder = decoder
         self._states = decoder.new_states(1)
         self._attention = Attention(
-            decoder.architecture, decoder.split, cache, capacity_tokens=len(tokens), kernels=decoder.kernels
+            decoder.architecture, decoder.split, self.cache, capacity_tokens=len(tokens), kernels=decoder.kernels
         )
         self._ids = torch.tensor(tokens, device=device)
         self._places = torch.arange(len(tokens), device=device)
 
+    def run(self, tokens: int) -> Tensor:
+        """Return the hidden states [tokens, H] of the first tokens, the last PROBE_DECODED of them decoded."""
+        places = range(tokens - PROBE_DECODED, tokens)
+        return torch.cat([self.prefill(places.start), *map(self._decode, places)])
+
     def prefill(self, tokens: int, *, observe: Callable[[Tensor], None] | None = None) -> Tensor:
         """Return the hidden states [tokens, H] of the first tokens."""
-        return self._hidden(slice(tokens), None, Chunks(self._pages, [0], [tokens], self._places[:1]), observe)
+        return self._hidden(slice(tokens), None, Chunks(self.pages, [0], [tokens], self._places[:1]), observe)
 
-    def decode(self, place: int) -> Tensor:
+    def _decode(self, place: int) -> Tensor:
         """Return the hidden state [1, H] of the token at index `place`."""
         part = slice(place, place + 1)
-        return self._hidden(part, DecodeRows(self._pages, self._places[part], place + 1, self._places[:1]))
+        return self._hidden(part, DecodeRows(self.pages, self._places[part], place + 1, self._places[:1]))
 
     def _hidden(
         self,
@@ -100,11 +95,10 @@ class _Probe:
         chunks: Chunks | None = None,
         observe: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        states = None if self._states is None else self._states.step(rows, chunks)
-        attend = self._attention.step(rows, chunks)
-        routes = self.routes if self._records_routes else None
-        places = self._places[part]
-        return self._decoder.hidden(self._ids[part], places, attend, states=states, observe=observe, routes=routes)
+        tokens, positions = self._ids[part], self._places[part]
+        return self._decoder.hidden(
+            tokens, positions, self._attention, states=self._states, rows=rows, chunks=chunks, observe=observe
+        )
 
 
 def agreement_with(decoder: Decoder, expected: Tensor) -> LogprobAgreement:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import sqrt
 from statistics import correlation, fmean
+from typing import TypeAlias
 
 from hybrid_rlhf.loop.advice.curves import Curves
 
@@ -17,6 +18,8 @@ _START = 5
 """Number of values to compare at the start of a curve."""
 _RECENT = 5
 """Number of values to compare at the end of a curve."""
+_FEW = 3
+"""The same for a sign that a run of ten steps should show."""
 _LEAST = 15
 """Smallest number of values of a curve that is compared."""
 _STILL_ROLLOUTS = 10
@@ -32,6 +35,34 @@ _CRITIC_UPDATES = 50
 """Number of updates after which a critic should explain some variance."""
 _CRITIC_WINDOW = 10
 """Number of rollouts in a row in which an idle critic explains nothing."""
+
+
+Rule: TypeAlias = Callable[[Curves], str | None]
+
+
+def _held(name: str, wrong: Callable[[float], bool], *, rollouts: int) -> Rule:
+    """The rule that a metric is out of range for some rollouts in a row."""
+
+    def check(curves: Curves) -> str | None:
+        values = curves.last(name, rollouts)
+        if len(values) < rollouts or not all(map(wrong, values)):
+            return None
+        return f"{name} is {values[-1]:.3g}, out of range for {rollouts} rollouts in a row"
+
+    return check
+
+
+def _fallen(name: str, *, share: float) -> Rule:
+    """The rule that a metric is below a share of its initial value."""
+
+    def check(curves: Curves) -> str | None:
+        if curves.count(name) < _LEAST:
+            return None
+        start = fmean(curves.first(name, _START))
+        now = fmean(curves.last(name, _RECENT))
+        return f"{name} is {now:.3g}, it was {start:.3g} at the start" if now < share * start else None
+
+    return check
 
 
 def kl_explosion(curves: Curves) -> str | None:
@@ -73,6 +104,32 @@ def diverging_components(curves: Curves) -> str | None:
     return f"{', '.join(rising)} rises over the last {_TREND} rollouts while {', '.join(falling)} falls"
 
 
+def constant_component(curves: Curves) -> str | None:
+    """A reward component has one value for all completions of five rollouts."""
+    found = []
+    for metric in curves.names:
+        if metric.startswith("reward/") and metric.endswith("/std"):
+            name = metric.removesuffix("/std")
+            means = curves.last(f"{name}/mean", _RECENT)
+            if len(means) == _RECENT and not any(curves.last(metric, _RECENT)) and min(means) == max(means):
+                found.append(f"{name.removeprefix('reward/')} is {means[0]:.3g}")
+    return f"{', '.join(found)} for every completion of {_RECENT} rollouts" if found else None
+
+
+def growing_truncation(curves: Curves) -> str | None:
+    """At least half of the completions are truncated, twice as many as at first, while the score rises."""
+    name = "completions/clipped_ratio"
+    scores = curves.last("objective/scores", _LEAST)
+    if curves.count(name) < 2 * _FEW or len(scores) < 2 * _FEW:
+        return None
+    start = fmean(curves.first(name, _FEW))
+    now = fmean(curves.last(name, _FEW))
+    gain = _difference_of_halves(scores)
+    if now < max(0.5, 2 * start) or gain <= 0:
+        return None
+    return f"{name} is {now:.2g}, it was {start:.2g} at the start, while the score rose by {gain:.3g}"
+
+
 def held_out_falls(curves: Curves) -> str | None:
     """The held-out score fell by a quarter of its standard deviation from its best, while the training score rose."""
     held_out = curves.points("eval/scores")
@@ -86,9 +143,8 @@ def held_out_falls(curves: Curves) -> str | None:
     return f"the held-out score fell by {fall:.3g} since step {best_step} while that of training rose"
 
 
-def entropy_collapse(curves: Curves) -> str | None:
-    """The entropy is below a tenth of its initial value."""
-    return _fell(curves, "policy/entropy", share=0.1)
+entropy_collapse = _fallen("policy/entropy", share=0.1)
+"""The entropy is below a tenth of its initial value."""
 
 
 def length_drift(curves: Curves) -> str | None:
@@ -103,19 +159,16 @@ def length_drift(curves: Curves) -> str | None:
     return f"completions have {now:.4g} tokens on average, {start:.4g} in the first {_START} rollouts"
 
 
-def truncation(curves: Curves) -> str | None:
-    """More than nine of ten completions reach the length limit."""
-    return held(curves, "completions/clipped_ratio", lambda value: value > 0.9, 5)
+truncation = _held("completions/clipped_ratio", lambda value: value > 0.9, rollouts=5)
+"""More than nine of ten completions reach the length limit."""
 
 
-def clip_fraction(curves: Curves) -> str | None:
-    """More than 30% of the tokens have a clipped ratio."""
-    return held(curves, "policy/clipfrac", lambda value: value > 0.3, 5)
+clip_fraction = _held("policy/clipfrac", lambda value: value > 0.3, rollouts=5)
+"""More than 30% of the tokens have a clipped ratio."""
 
 
-def explained_variance(curves: Curves) -> str | None:
-    """The critic explains less variance than a constant would."""
-    return held(curves, "val/explained_variance", lambda value: value < 0, 10)
+explained_variance = _held("val/explained_variance", lambda value: value < 0, rollouts=10)
+"""The critic explains less variance than a constant would."""
 
 
 def idle_critic(curves: Curves) -> str | None:
@@ -150,34 +203,23 @@ def still_policy(curves: Curves) -> str | None:
     )
 
 
-def saturated_scores(curves: Curves) -> str | None:
-    """The standard deviation of a rollout's scores is below a twentieth of its initial value."""
-    return _fell(curves, "objective/scores_std", share=0.05)
+saturated_scores = _fallen("objective/scores_std", share=0.05)
+"""The standard deviation of a rollout's scores is below a twentieth of its initial value."""
 
 
-def equal_groups(curves: Curves) -> str | None:
-    """In more than 80% of the groups all scores are equal: their advantages are 0."""
-    return held(curves, "rollout/frac_reward_zero_std", lambda value: value > 0.8, 5)
+equal_groups = _held("rollout/frac_reward_zero_std", lambda value: value > 0.8, rollouts=5)
+"""In more than 80% of the groups all scores are equal: their advantages are 0."""
 
 
 def sampler_mismatch(curves: Curves) -> str | None:
     """Sampler and trainer disagree by more than 0.05 nats per token about tokens of the current weights."""
     if curves.value("rollout/stale_updates") > 0:
         return None
-    return held(curves, "rollout/logprob_abs_diff_mean", lambda value: value > 0.05, 5)
+    return _held("rollout/logprob_abs_diff_mean", lambda value: value > 0.05, rollouts=5)(curves)
 
 
-def few_effective_samples(curves: Curves) -> str | None:
-    """The importance weights of the correction are so uneven that they count as less than 0.3 of the tokens."""
-    return held(curves, "rollout/effective_samples", lambda value: value < 0.3, 3)
-
-
-def held(curves: Curves, name: str, wrong: Callable[[float], bool], rollouts: int) -> str | None:
-    """Evidence that a metric was out of range for some rollouts in a row."""
-    values = curves.last(name, rollouts)
-    if len(values) < rollouts or not all(map(wrong, values)):
-        return None
-    return f"{name} is {values[-1]:.3g}, out of range for {rollouts} rollouts in a row"
+few_effective_samples = _held("rollout/effective_samples", lambda value: value < 0.3, rollouts=3)
+"""The importance weights of the correction are so uneven that they count as less than 0.3 of the tokens."""
 
 
 def _difference_of_halves(values: Sequence[float]) -> float:
@@ -191,12 +233,3 @@ def _noise_of_difference(values: Sequence[float]) -> float:
     count."""
     variance = fmean((after - before) ** 2 for before, after in pairwise(values)) / 2
     return sqrt(4 * variance / len(values))
-
-
-def _fell(curves: Curves, name: str, *, share: float) -> str | None:
-    """Evidence that a metric is below a share of its initial value."""
-    if curves.count(name) < _LEAST:
-        return None
-    start = fmean(curves.first(name, _START))
-    now = fmean(curves.last(name, _RECENT))
-    return f"{name} is {now:.3g}, it was {start:.3g} at the start" if now < share * start else None

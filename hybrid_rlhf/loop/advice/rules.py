@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybrid_rlhf.loop.advice import rl, training
-from hybrid_rlhf.loop.advice.curves import Curves
 
 
 @dataclass(frozen=True)
@@ -14,7 +12,7 @@ class AdviceRule:
     """A sign of an unhealthy run."""
 
     name: str
-    check: Callable[[Curves], str | None]
+    check: rl.Rule
     """Returns the evidence at the last step, or None."""
     advice: str
     """Advice to the user. `{name}` (`/` as `__`) becomes the last value of a metric, `{name*5}` five times it."""
@@ -48,6 +46,20 @@ RULES = (
         "the sum hides what is lost: read completions in samples.jsonl, and change the weights of reward.components or "
         "the component that rises",
         "Skalse et al. 2022, Defining and Characterizing Reward Hacking (arXiv 2209.13085)",
+    ),
+    AdviceRule(
+        "constant component",
+        rl.constant_component,
+        "a component that never varies teaches nothing: check its function on completions in samples.jsonl, give "
+        "prompts that the model solves at times, or leave it out of reward.components",
+        "DAPO (arXiv 2503.14476), section 3.2",
+    ),
+    AdviceRule(
+        "growing truncation",
+        rl.growing_truncation,
+        "the score rises with answers that do not end: raise rollout.sampling.max_new_tokens, give "
+        "algorithm.penalties.missing_eos or overlong_fraction, and read completions in samples.jsonl",
+        "Huang et al. 2024, The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031)",
     ),
     AdviceRule(
         "entropy collapse",

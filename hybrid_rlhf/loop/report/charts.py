@@ -9,6 +9,8 @@ from dataclasses import dataclass
 WIDTH = 300
 HEIGHT = 96
 _MAX_POINTS = 300
+_LEAST_SPREAD = 1e-3
+"""Of a curve that fills the height, relative to its largest value: a smaller one is as flat as its labels are equal."""
 _MAIN = (
     "objective/scores",
     "eval/scores",
@@ -57,12 +59,11 @@ class Chart:
         values = [value for _, value in points]
         bottom = min(values)
         top = max(values)
-        spread = (top - bottom) or 1.0
+        spread = max(top - bottom, _LEAST_SPREAD * max(abs(top), abs(bottom))) or 1.0
         width = (steps[-1] - steps[0]) or 1
 
         def place(step: int, value: float) -> tuple[float, float]:
-            middle = 0.5 if top == bottom else (value - bottom) / spread
-            return WIDTH * (step - steps[0]) / width, HEIGHT * (1 - middle)
+            return WIDTH * (step - steps[0]) / width, HEIGHT * (0.5 - (value - (top + bottom) / 2) / spread)
 
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in thinned(points, _MAX_POINTS)))
         return cls(name, line, values[-1], *place(steps[-1], values[-1]), bottom, top, steps[0], steps[-1])

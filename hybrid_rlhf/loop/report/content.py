@@ -84,7 +84,7 @@ def _settings(config: StepConfig) -> list[dict[str, Any]]:
 
 
 def _times(curves: Curves) -> list[dict[str, Any]]:
-    """Mean seconds of each phase of a step, its share of the step."""
+    """Mean seconds of each phase of a step, and its share of the step."""
     phases = {
         name.removeprefix("time/").removesuffix("_seconds"): [value for _, value in curves.points(name)]
         for name in curves.names

@@ -10,6 +10,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.planning.device import own_device
+from hybrid_rlhf.planning.micro_batches import with_chosen_size
 from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -52,4 +53,4 @@ def _planned(run: Run) -> Sequence[PhaseMemory]:
         return planner.memory(cast(RLConfig, config), placement)
     if isinstance(run.config, RLConfig):
         return []
-    return planner.phases(cast(AnyStep, run.config))
+    return planner.phases(with_chosen_size(cast(AnyStep, run.config), run))

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_rlhf.loop.report.writing import HTML_FILE, JSON_FILE, render
+from hybrid_rlhf.loop.report.writing import JSON_FILE, render
 from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.names import HTML_FILE
 
 
 def write_pipeline_report(output: Path, folders: Mapping[str, Path]) -> Path | None:

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hybrid_rlhf.runtime.files.json_lines import parse_lines
+
 _END_BYTES = 2**21
 _ROWS = 4
 _LONGEST_TEXT = 2000
@@ -23,8 +25,10 @@ def first_and_last_samples(path: Path) -> list[dict[str, Any]]:
         size = file.seek(0, 2)
         file.seek(max(0, size - _END_BYTES))
         tail = file.read()
-    first = _rows(head.split(b"\n")[:-1])
-    last = _rows(tail.split(b"\n")[size > _END_BYTES : -1])
+    if size > _END_BYTES:  # both have a part of a line
+        head = head[: head.rfind(b"\n") + 1]
+        tail = tail[tail.find(b"\n") + 1 :]
+    first, last = ([row for row, _ in parse_lines(part)] for part in (head, tail))
     by_step = {rows[place]["step"]: rows for rows, place in ((first, 0), (last, -1)) if rows}
     return [
         {"step": step, "rows": [_sample(row) for row in rows if row["step"] == step][:_ROWS]}
@@ -32,31 +36,9 @@ def first_and_last_samples(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _rows(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The lines that are rows of samples; a crash may have truncated one."""
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and "completion" in row:
-            rows.append(row)
-    return rows
-
-
 def _sample(row: dict[str, Any]) -> dict[str, Any]:
-    turns = row.get("prompt") if isinstance(row.get("prompt"), list) else []
-    return {
-        "prompt": [
-            {"role": str(turn.get("role", "")), "content": _short(turn.get("content", ""))}
-            for turn in turns or []
-            if isinstance(turn, dict)
-        ],
-        "completion": _short(row["completion"]),
-        "score": row.get("score"),
-        "kl": row.get("kl"),
-    }
+    turns = [{"role": turn["role"], "content": _short(turn.get("content", ""))} for turn in row["prompt"]]
+    return {"prompt": turns, "completion": _short(row["completion"]), "score": row["score"], "kl": row.get("kl")}
 
 
 def _short(text: Any) -> str:

@@ -17,12 +17,12 @@ from markupsafe import Markup
 from hybrid_rlhf.loop.report.charts import chart_groups
 from hybrid_rlhf.loop.report.content import collect
 from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.names import HTML_FILE
 from hybrid_rlhf.runtime.observability.alerts import Ending
 from hybrid_rlhf.runtime.observability.formatting import format_duration, format_value
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import Run
 
-HTML_FILE = "report.html"
 JSON_FILE = "report.json"
 
 

@@ -3,9 +3,9 @@
 Completions end early, so a padded batch is half padding, and everything except attention costs as much for padding as
 for text.
 
-Read `batches.py` (which models pack, a batch as a packed row), `rows.py` (the boundaries of rows as a mask, and padding
-for the layers that mix tokens), `attention.py` and `mixers.py` (these layers), `sequence.py` (rows that several ranks
-compute together).
+Read `batches.py` (which models pack, a batch as a packed row), `prefixes.py` (rows that begin alike), `rows.py` (the
+boundaries of rows as a mask, and padding for the layers that mix tokens), `attention.py` and `mixers.py` (these
+layers), `sequence.py` (rows that several ranks compute together).
 """
 
 from hybrid_rlhf.models.packing.attention import (
@@ -22,10 +22,13 @@ from hybrid_rlhf.models.packing.batches import (
     pack_parts,
     packs,
     pads,
+    saved_rows,
+    shares_prefixes,
     use_packing,
     why_padded,
+    why_separate,
 )
-from hybrid_rlhf.models.packing.rows import places
+from hybrid_rlhf.models.packing.rows import NO_PREFIX, places, take
 from hybrid_rlhf.models.packing.sequence import (
     SequenceShard,
     require_sequence_parallelism,
@@ -35,6 +38,7 @@ from hybrid_rlhf.models.packing.sequence import (
 )
 
 __all__ = [
+    "NO_PREFIX",
     "PACKED_ATTENTION",
     "PackedBatch",
     "SequenceShard",
@@ -47,11 +51,15 @@ __all__ = [
     "require_sequence_parallelism",
     "require_tensor_parallelism",
     "rows_world",
+    "saved_rows",
     "set_sequence_world",
     "set_tensor_world",
     "shard_rows",
+    "shares_prefixes",
+    "take",
     "tensor_world",
     "use_packing",
     "why_padded",
+    "why_separate",
     "with_summed_gradient",
 ]

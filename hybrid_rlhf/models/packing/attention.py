@@ -9,6 +9,9 @@ that little of it is padding.
 on Hopper torch may pass each new shape to cuDNN, which then builds a plan for it (0.4 to 0.5 s, FunASR issue 3704). A
 varlen kernel takes the boundaries as a tensor: one call, no padding, no plan.
 
+Rows that continue a prefix attend to its keys too, of which each row gets a copy: the keys of a prefix have one index
+for each of these rows, so that rows of several prefixes share a call.
+
 Under sequence parallelism (sequence.py), ranks exchange parts of the tokens of all heads for all tokens of a part of
 the heads, and back.
 
@@ -27,8 +30,9 @@ import importlib
 import importlib.util
 import inspect
 import math
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,40 +41,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hybrid_rlhf.functional.operations import with_gradient
-from hybrid_rlhf.models.packing.rows import groups_of, is_packed
+from hybrid_rlhf.models.packing.rows import VarlenKeys, groups_of, is_packed, take
 from hybrid_rlhf.runtime.world import World
 
 _LARGEST_HEAD = 256
 
 
-class VarlenAttention(Protocol):
-    """A varlen kernel."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        ends: tuple[Tensor, Tensor],
-        longest: tuple[int, int],
-        *,
-        scale: float | None,
-        window: int | None,
-    ) -> Tensor:
-        """Causal attention within each sequence.
-
-        Args:
-            query: [N, A, D].
-            key: [M, K, D].
-            value: [M, K, D].
-            ends: boundaries of the sequences, int32 [B + 1] from 0, in the queries and in the keys.
-            longest: length of the longest sequence, in queries and in keys.
-            scale: factor of the scores; None: 1 / sqrt(D).
-            window: number of tokens that a query attends to, itself included; None: all tokens before it.
-
-        Returns:
-            [N, A, D].
-        """
+VarlenAttention = Callable[..., Tensor]
+"""A varlen kernel, with the signature of `_torch_varlen`."""
 
 
 def varlen_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> VarlenAttention | None:
@@ -115,6 +93,20 @@ def _torch_varlen(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
+    """Causal attention within each sequence.
+
+    Args:
+        query: [N, A, D].
+        key: [M, K, D].
+        value: [M, K, D].
+        ends: boundaries of the sequences, int32 [B + 1] from 0, in the queries and in the keys.
+        longest: length of the longest sequence, in queries and in keys.
+        scale: factor of the scores; None: 1 / sqrt(D).
+        window: number of tokens that a query attends to, itself included; None: all tokens before it.
+
+    Returns:
+        [N, A, D].
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     grouped: dict[str, Any] = {}
@@ -239,12 +231,11 @@ def packed_attention(
         mixed = _attend(query, key, value, attention_mask, scaling, softcap, s_aux)
         return mixed.transpose(1, 2).contiguous(), None
     world = rows_world(module)
-    if world is None:
-        return _attend_rows(query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux), None
-    query, key, value = (_heads_of_all_tokens(x, world) for x in (query, key, value))
-    s_aux = None if s_aux is None else s_aux.chunk(world.size)[world.rank]
+    if world is not None:
+        query, key, value = (_heads_of_all_tokens(x, world) for x in (query, key, value))
+        s_aux = None if s_aux is None else s_aux.chunk(world.size)[world.rank]
     mixed = _attend_rows(query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux)
-    return _tokens_of_all_heads(mixed, world), None
+    return mixed if world is None else _tokens_of_all_heads(mixed, world), None
 
 
 def _attend_rows(
@@ -262,11 +253,15 @@ def _attend_rows(
         return _attend_varlen(query, key, value, attention_mask, scaling, sliding_window)
     groups = groups_of(attention_mask)
     counts = [len(group.places) for group in groups]
-    parts = zip(*(x[0].transpose(0, 1).split(counts) for x in (query, key, value)), strict=True)
+    whole = [x[0].transpose(0, 1) for x in (query, key, value)]
     outputs = []
-    for tokens, group in zip(parts, groups, strict=True):
-        q, k, v = (group.pad(x).transpose(1, 2) for x in tokens)
-        mixed = _attend(q, k, v, _window(group.longest, sliding_window, query.device), scaling, softcap, s_aux)
+    for tokens, group in zip(zip(*(x.split(counts) for x in whole), strict=True), groups, strict=True):
+        if group.keys is None:
+            padded = [group.pad(x) for x in tokens]
+        else:
+            padded = [group.pad(tokens[0]), *(take(x, group.keys) for x in whole[1:])]
+        q, k, v = (x.transpose(1, 2) for x in padded)
+        mixed = _attend(q, k, v, group.mask(sliding_window, q), scaling, softcap, s_aux)
         outputs.append(group.unpad(mixed.transpose(1, 2)))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
@@ -281,22 +276,17 @@ def _attend_varlen(
     """
     attend = varlen_attention(query.device, query.dtype, query.shape[-1])
     assert attend is not None, f"rows were packed for a varlen kernel, which has no {query.dtype}"
-    ends = mask.flatten()
-    longest = getattr(mask, "longest", None) or int(ends.diff().max())  # see groups_of
+    ends = mask[0, 0, 0]
+    longest = getattr(mask, "longest", None) or int(ends.diff().max())
     size = value.shape[-1]
     if size < query.shape[-1]:
         value = nn.functional.pad(value, (0, query.shape[-1] - size))
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, (ends, ends), (longest, longest), scale=scaling, window=window)[None, ..., :size]
-
-
-def _window(length: int, size: int | None, device: torch.device) -> Tensor | None:
-    """[L, L], true where a query attends to a key; None if a causal mask is enough."""
-    if size is None or size >= length:
-        return None
-    place = torch.arange(length, device=device)
-    distance = place[:, None] - place
-    return (distance >= 0) & (distance < size)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if (keys := VarlenKeys.of(mask)) is None:
+        return attend(q, k, v, (ends, ends), (longest, longest), scale=scaling, window=window)[None, ..., :size]
+    k, v = (take(x, keys.tokens) for x in (k, v))
+    both = (ends, keys.ends), (longest, keys.longest)
+    return attend(q, k, v, *both, scale=scaling, window=window)[None, ..., :size]
 
 
 def _attend(
@@ -308,7 +298,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[B, A, L, D] of padded rows; causal without a mask."""
+    """[B, A, L, D] of padded rows; causal without a mask, which is true, or 0 and not -inf, where queries attend."""
     gqa = query.shape[1] != key.shape[1]
     if softcap is None and sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(
@@ -323,6 +313,8 @@ def _attend(
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril(
             scores.shape[3] - scores.shape[2]
         )
+    elif mask.is_floating_point():
+        mask = mask == 0
     # Not -inf: a padded query attends to no key, and its NaN would spread.
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     if sinks is not None:

@@ -15,6 +15,8 @@ S), C = N / S tokens of this rank's part, n real tokens of this rank's rows, A h
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +28,7 @@ from hybrid_rlhf.functional.operations import with_gradient
 from hybrid_rlhf.models.families import has_mixers
 from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION, tensor_world
 from hybrid_rlhf.models.packing.batches import has_varlen_kernel, like_lengths
-from hybrid_rlhf.models.packing.rows import ends, places
+from hybrid_rlhf.models.packing.rows import ends, places, take
 from hybrid_rlhf.models.structure import backbone_of, has_mixture
 from hybrid_rlhf.runtime.world import World
 
@@ -107,31 +109,20 @@ class SequenceShard:
     world: World
     arguments: dict[str, Tensor]
     """Arguments of the backbone: tokens and positions [1, C], and the boundaries of all rows."""
-    ids: Tensor
-    """[N] tokens of all rows."""
-    order: Tensor
-    """[tokens of all ranks] index of each among the N, by rank and row."""
-    mine: slice
-    """This rank's tokens in that order."""
+    mine: Tensor
+    """[n] index of each of this rank's tokens among the N."""
+    asked: Tensor
+    """The tokens of this part after which any rank reads a log-prob, by their index in the part."""
+    labels: Tensor
+    """The tokens after those."""
     computes_all: bool
     """True if each rank's backbone computes all tokens, with its part of the weights."""
-
-    @property
-    def tokens(self) -> int:
-        """n."""
-        return self.mine.stop - self.mine.start  # type: ignore[no-any-return]
 
     def hidden(self, lm: PreTrainedModel, head: nn.Module | None = None) -> Tensor:
         """Last hidden states [C, H] of this rank's part, or the output of a head after them."""
         hidden: Tensor = backbone_of(lm)(**self.arguments, use_cache=False).last_hidden_state[0]
         outputs = hidden if head is None else head(hidden)
         return _part_of_tokens(outputs, self.world) if self.computes_all else outputs
-
-    @property
-    def part(self) -> slice:
-        """This rank's part of the N tokens."""
-        size = len(self.ids) // self.world.size
-        return slice(self.world.rank * size, (self.world.rank + 1) * size)
 
     def own(self, values: Tensor) -> Tensor:
         """Values [n, ...] of this rank's rows from those [C, ...] of the parts of all ranks; every rank calls."""
@@ -141,28 +132,26 @@ class SequenceShard:
             lambda x: world.all_gather(x).flatten(0, 1),
             lambda grad: world.all_to_all(grad.unflatten(0, (world.size, -1))).sum(dim=0),
         )
-        return whole[self.order[self.mine]]
-
-    def of_all(self, flags: Tensor) -> Tensor:
-        """[N] flags of all rows, false in the padding, from those [n] of this rank's rows; every rank calls."""
-        flags = torch.cat(_gathered_lists(flags.to(torch.int64), self.world)).bool()
-        return torch.zeros_like(self.ids, dtype=torch.bool).index_copy(0, self.order, flags)
+        return take(whole, self.mine)
 
 
-def shard_rows(lm: PreTrainedModel, world: World, input_ids: Tensor, real: Tensor) -> SequenceShard:
-    """This rank's part of the rows of its group. Every rank calls.
+def shard_rows(
+    lm: PreTrainedModel, world: World, input_ids: Tensor, real: Tensor, before: Tensor, *, device: torch.device
+) -> SequenceShard:
+    """This rank's part of the rows of its group, on the host. Every rank calls.
 
     Args:
         lm: the model.
         world: the ranks of the group, `rows_world(lm)`.
-        input_ids: [B, T] int64, rows of this rank.
-        real: [B, T] bool, true on real tokens.
+        input_ids: [B, T] int64, rows of this rank, on the host.
+        real: [B, T] bool, true on real tokens, on the host.
+        before: indices, among the real tokens row by row, of those after which a log-prob is read.
+        device: device of the model.
     """
-    lengths = [length for rows in _gathered_lists(real.sum(dim=1), world) for length in rows.tolist() if length]
-    by_rank = _gathered_lists(input_ids[real], world)
-    before = sum(len(ids) for ids in by_rank[: world.rank])
+    of_rows, by_rank, asked = zip(*_gathered_lists([real.sum(dim=1), input_ids[real], before], world), strict=True)
+    lengths = [length for rows in of_rows for length in rows.tolist() if length]
+    begins = [0, *itertools.accumulate(map(len, by_rank))]
     ids = torch.cat(by_rank)
-    device = ids.device
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     sizes = [lengths[row] for row in longest_first]
     starts = torch.zeros(len(lengths), dtype=torch.long)
@@ -170,20 +159,31 @@ def shard_rows(lm: PreTrainedModel, world: World, input_ids: Tensor, real: Tenso
     order = torch.cat(
         [torch.arange(start, start + length) for start, length in zip(starts.tolist(), lengths, strict=True)]
         or [torch.arange(0)]
-    ).to(device)
+    )
     padding = -len(ids) % world.size or (0 if len(ids) else world.size)
     sizes += [padding] * bool(padding)
     if has_varlen_kernel(lm, device):
-        mask = ends(torch.tensor(sizes, device=device))
+        mask = ends(torch.tensor(sizes))
     else:
-        mask = places(sizes, like_lengths(sizes, device), device=device)
+        mask = places(sizes, like_lengths(sizes, device))
     packed = ids.new_zeros(len(ids) + padding).index_copy(0, order, ids)
-    positions = torch.cat([torch.arange(size, device=device) for size in sizes])
+    positions = torch.cat([torch.arange(size) for size in sizes])
+    size = len(packed) // world.size
+    part = slice(world.rank * size, (world.rank + 1) * size)
+    is_asked = torch.zeros_like(packed, dtype=torch.bool)
+    for begin, of_rank in zip(begins, asked, strict=False):
+        is_asked[order[begin + of_rank]] = True
+    places_asked = is_asked[part].nonzero().squeeze(1)
     computes_all = tensor_world(lm) is not None
-    shard = SequenceShard(world, {}, packed, order, slice(before, before + len(by_rank[world.rank])), computes_all)
-    inputs = slice(None) if computes_all else shard.part
-    shard.arguments.update(input_ids=packed[None, inputs], position_ids=positions[None, inputs], attention_mask=mask)
-    return shard
+    inputs = slice(None) if computes_all else part
+    return SequenceShard(
+        world,
+        {"input_ids": packed[None, inputs], "position_ids": positions[None, inputs], "attention_mask": mask},
+        order[begins[world.rank] : begins[world.rank + 1]],
+        places_asked,
+        packed.roll(-1)[part][places_asked],
+        computes_all,
+    )
 
 
 def with_summed_gradient(weight: Tensor, world: World) -> Tensor:
@@ -204,8 +204,10 @@ def _part_of_tokens(x: Tensor, world: World) -> Tensor:
     )
 
 
-def _gathered_lists(values: Tensor, world: World) -> list[Tensor]:
-    """The int64 tensors [n] of all ranks, whose sizes differ, by rank."""
-    sizes = world.all_gather(torch.tensor([len(values)], device=values.device)).flatten().tolist()
-    padded = torch.nn.functional.pad(values.long(), (0, max(sizes) - len(values)))
-    return [row[:size] for row, size in zip(world.all_gather(padded), sizes, strict=True)]
+def _gathered_lists(values: Sequence[Tensor], world: World) -> list[tuple[Tensor, ...]]:
+    """The int64 tensors [n] of all ranks, whose sizes differ, by rank; all on the host."""
+    sizes = world.all_gather(torch.tensor([len(each) for each in values]).to(world.device)).tolist()
+    whole = torch.cat([*values])
+    padded = torch.nn.functional.pad(whole, (0, max(map(sum, sizes)) - len(whole)))
+    by_rank = world.all_gather(padded.to(world.device)).cpu()
+    return [row[: sum(of_rank)].split(of_rank) for row, of_rank in zip(by_rank, sizes, strict=True)]

@@ -122,7 +122,15 @@ def _hub(name: str) -> Iterator[None]:
         UserError: when the hub cannot be reached, most often because the name is a misspelled folder.
     """
     client = logging.getLogger("huggingface_hub.utils._http")
-    quiet = _FirstTry(name)
+    told = os.environ.get("LOCAL_RANK", "0") != "0"
+
+    def quiet(record: logging.LogRecord) -> bool:
+        nonlocal told
+        if not told:
+            told = True
+            logger.warning("%s is no folder, and the hub does not answer: trying again", name)
+        return False
+
     client.addFilter(quiet)
     try:
         yield
@@ -135,22 +143,6 @@ def _hub(name: str) -> Iterator[None]:
         raise
     finally:
         client.removeFilter(quiet)
-
-
-class _FirstTry(logging.Filter):
-    """Drops the lines of the hub's client, and logs once per host that it tries."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__()
-        self._model = model
-        self._said = os.environ.get("LOCAL_RANK", "0") != "0"
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return False, as no line is shown; log the first try."""
-        if not self._said:
-            self._said = True
-            logger.warning("%s is no folder, and the hub does not answer: trying again", self._model)
-        return False
 
 
 @contextlib.contextmanager

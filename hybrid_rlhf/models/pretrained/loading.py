@@ -15,11 +15,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +65,8 @@ _OLD_BUFFER = re.compile(r"inv_freq$|position_ids$|\.(attn|attention)\.(masked_)
 """Names of buffers that earlier versions of transformers stored."""
 _NO_HEAD = "a reward model must have a score head, {} has none: give one that a reward step saved"
 _NO_LM_HEAD = "a causal LM must have a language model head, {} is a reward model: give the model of an SFT step"
+_GPU_KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
+"""Packages with kernels for recurrent layers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes by their names in configs."""
 
@@ -79,12 +84,26 @@ def training_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return DTYPES[config.dtype]
 
 
+def _use_torch_on_cpu() -> None:
+    """Hide packages of GPU kernels on a CPU before a model's file is imported: transformers takes their functions
+    wherever it can import them, and they fail there. Its advice to install them is not logged either."""
+    if default_device().type == "cpu":
+        sys.modules.update(dict.fromkeys(_GPU_KERNELS))  # type: ignore[arg-type]
+        logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
+
+
+def lacks_kernels(model: nn.Module) -> bool:
+    """True if a model has layers with a delta rule (Qwen3-Next, Qwen3.5) and their kernels are not installed."""
+    return find_spec("fla") is None and any("Delta" in type(module).__name__ for module in model.modules())
+
+
 def auto_class(config: PreTrainedConfig, architecture: Architecture) -> Any:
     """The class of transformers that builds a model with all its parts.
 
     Raises:
         UserError: for a type with towers that no class for text has, or that is not known to keep them.
     """
+    _use_torch_on_cpu()
     auto = AUTO_CLASS[architecture]
     found = auto._model_mapping.get(type(config), None)
     if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING or getattr(found, "config_class", None) is type(config):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
@@ -38,12 +40,29 @@ def require_model(path: str) -> None:
         raise UserError(f"a model must be a folder, a .gguf file or a hub name, {path} is none: check the path")
 
 
+def named_models(config: Any) -> Iterator[tuple[str, str]]:
+    """The models that a training step loads, each with its key, as the user has named them."""
+    for name in ("model", "critic", "reference", "teacher"):
+        if path := getattr(getattr(config, name, None), "path", None):
+            yield f"{name}.path", path
+    if teacher := getattr(getattr(config, "distill", None), "teacher", None):
+        yield "distill.teacher", teacher
+    for component in config.reward.named if hasattr(config, "reward") else ():
+        if component.model is not None:
+            yield "reward.components", component.model
+
+
 def _require_config(folder: Path, shown: str) -> None:
     """Require a model folder; errors call it `shown`."""
     if not (folder / "config.json").is_file():
         inner = min(folder.glob("*/config.json"), default=None)  # in an RL run's folder the actor sorts first
         fix = "a folder that save_pretrained wrote" if inner is None else str(Path(shown) / inner.parent.name)
         if (folder / "adapter_config.json").is_file():
+            if (folder.parent / "config.json").is_file():  # a run saves the adapter within the merged model
+                raise UserError(
+                    f"a model folder must have whole weights, {shown} has an adapter of peft: give "
+                    f"{Path(shown).parent}, which has them with the adapter merged"
+                )
             raise UserError(
                 f"a model folder must have whole weights, {shown} has an adapter of peft: merge it into its base with "
                 f"hybrid-rlhf export BASE --adapter {shown} --output FOLDER, and give that"

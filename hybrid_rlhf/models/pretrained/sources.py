@@ -55,12 +55,16 @@ def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> s
 
 
 def _dequantised(source: Path, *, world: World, cache_dir: str | None) -> Path:
-    root = cache_folder(cache_dir) / "gguf"
-    stat = source.stat()
-    key = hashlib.sha256(f"{_READER}\0{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    target = root / f"{source.stem}-{key}"
+    target = dequantised_folder(source, cache_dir)
     run_once_per_host(world, lambda: _try_dequantise(source, target))
     return target
+
+
+def dequantised_folder(source: Path, cache_dir: str | None = None) -> Path:
+    """The folder of a dequantised GGUF file, which exists when a run has loaded the file."""
+    stat = source.stat()
+    key = hashlib.sha256(f"{_READER}\0{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    return cache_folder(cache_dir) / "gguf" / f"{source.stem}-{key}"
 
 
 def _try_dequantise(source: Path, target: Path) -> str | None:

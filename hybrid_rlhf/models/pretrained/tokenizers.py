@@ -5,6 +5,7 @@ The pad token may equal EOS: lengths come from masks, never from token ids.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.pretrained.folders import load_config, reading
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers
 from hybrid_rlhf.runtime.files.reading import read_text
+
+_TOKENIZER_FILES = r"tok|tek|vocab|merges|\.model$|\.gguf$"
 
 
 def load_tokenizer(
@@ -39,14 +42,17 @@ def load_tokenizer(
     """
     alone = Path(path).is_dir() and not (Path(path) / "config.json").is_file()
     config = None if alone else load_config(path, trust_remote_code=trust_remote_code)
+    no_files = UserError(
+        f"a model folder must have tokenizer files, {path} has none: save its tokenizer there with save_pretrained"
+    )
+    if Path(path).is_dir() and not any(re.search(_TOKENIZER_FILES, file.name) for file in Path(path).iterdir()):
+        raise no_files
     rule = f"transformers cannot load a tokenizer from {path}"
     with quiet_transformers(), reading(rule, "save one beside the model"):
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         tokenizer("text")  # raises for settings of a wrong type
     if len(tokenizer) <= len(tokenizer.get_added_vocab()) + 1:  # without files transformers may build an empty one
-        raise UserError(
-            f"a model folder must have tokenizer files, {path} has none: save its tokenizer there with save_pretrained"
-        )
+        raise no_files
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"a tokenizer must have an EOS token, {path} has none: set tokenizer.eos_token and save it beside the model"

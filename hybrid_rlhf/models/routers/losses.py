@@ -66,14 +66,14 @@ class RouterLoss:
     per_token: int
     """Experts per token."""
 
-    def __call__(self, logits: Sequence[Tensor], real: Tensor) -> RouterLosses:
-        """Losses of the real tokens of [B, T] with the logits [N, E] of each layer, row by row."""
-        sequence = real.nonzero()[:, 0]
-        sizes = real.sum(dim=1)[:, None].clamp(min=1)
+    def __call__(self, logits: Sequence[Tensor], sequences: Tensor, lengths: Tensor) -> RouterLosses:
+        """Losses of tokens with the logits [N, E] of each layer, the sequence [N] of each, and the lengths [B] of the
+        sequences."""
+        sizes = lengths[:, None].clamp(min=1)
 
         def mean(values: Tensor) -> Tensor:
             """[B, ...] means over the tokens of each sequence."""
-            return values.new_zeros(len(real), values.shape[1]).index_add_(0, sequence, values) / sizes
+            return values.new_zeros(len(sizes), values.shape[1]).index_add_(0, sequences, values) / sizes
 
         layers = []
         for layer in logits:

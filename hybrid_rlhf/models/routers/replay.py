@@ -37,6 +37,7 @@ class RouterReplay:
         self._experts = experts
         self._replays = replays
         self._routes: Tensor | None = None
+        self._counts: Tensor | None = None
         self._compares = False
         self._would_choose: list[Tensor] | None = None
         self.agreement: Tensor | None = None
@@ -46,12 +47,14 @@ class RouterReplay:
             vars(router)["forward"] = self._routed(place, router)
 
     @contextlib.contextmanager
-    def of(self, routes: Tensor | None) -> Iterator[None]:
+    def of(self, routes: Tensor | None, counts: Tensor | None = None) -> Iterator[None]:
         """Context of a forward over tokens with recorded choices [N, E, k], -1 where there is none; None without any.
+        `counts` [N] is the number of rows that share each token; None: each is of one row.
 
         The choices stay until the next forward, as checkpointing recomputes layers in backward.
         """
         self._routes = routes
+        self._counts = counts
         self._compares = routes is not None
         self.agreement = None if routes is None else torch.zeros(2, dtype=torch.float64, device=routes.device)
         try:
@@ -94,7 +97,8 @@ class RouterReplay:
         assert self.agreement is not None
         known = recorded >= 0
         same = known & are_chosen(recorded, used)
-        self.agreement += torch.stack([same.sum(), known.sum()])
+        counts = 1 if self._counts is None else self._counts[:, None]
+        self.agreement += torch.stack([(same * counts).sum(), (known * counts).sum()])
 
 
 def are_chosen(recorded: Tensor, used: Tensor) -> Tensor:

@@ -116,13 +116,13 @@ class Algorithm:
 
         Args:
             logprobs: [B, T] of the current actor, with gradient.
-            batch: the micro-batch.
+            batch: the micro-batch; what `READ_BY_LOSSES` names (rl/sharing.py) is on the device of the log-probs.
             weights: [B, T] or [B, 1], weight of each token's loss, relative to a mean over the mini-batch's tokens.
             tokens_per_completion: mean over the mini-batch; turns a mean over tokens into one over completions.
         """
         assert isinstance(config := self.config, SurrogateConfig)
         return clipped_surrogate(
-            log_ratios(logprobs, batch.rollout),
+            self.log_ratios(logprobs, batch.rollout),
             advantages=batch.advantages,
             mask=batch.rollout.response_mask,
             clip_low=config.clip[0],
@@ -130,6 +130,10 @@ class Algorithm:
             dual_clip=config.dual_clip,
             weights=weights,
         )
+
+    def log_ratios(self, logprobs: Tensor, rollout: Rollout) -> Tensor:
+        """Return the log-ratio that the clipped surrogate has at each response token, [B, T]."""
+        return log_ratios(logprobs, rollout)
 
     def extra_tokens(self, rollout: Rollout) -> Tensor | None:
         """Return the response tokens [N, T] bool over which `extra_loss` is a mean; None without such a term."""
@@ -158,8 +162,7 @@ class Algorithm:
 
 
 def groups_of(rollout: Rollout) -> Tensor:
-    """Index of each completion's prompt, [N] int64."""
-    assert rollout.groups is not None
+    """Index of each completion's prompt, [N] int64: `rollout.groups`, under the name that custom algorithms import."""
     return rollout.groups
 
 

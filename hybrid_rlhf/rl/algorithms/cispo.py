@@ -12,24 +12,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import CISPOConfig
-from hybrid_rlhf.functional.losses import LossSum, bounded_ratio, policy_sum
-from hybrid_rlhf.functional.masking import keep
-from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
-from hybrid_rlhf.rl.algorithms.grpo import GRPO
-from hybrid_rlhf.rl.types import Batch
+from hybrid_rlhf.functional.losses import bounded_ratio
+from hybrid_rlhf.rl.algorithms.grpo import TokenLossGRPO
 
 
-class CISPO(GRPO):
+class CISPO(TokenLossGRPO):
     """REINFORCE's gradient weighted by clipped ratios, with GRPO's advantages."""
 
     config: CISPOConfig
 
-    def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
-        """Return -sg(clip(ratio)) A log p, summed over the tokens of a micro-batch."""
-        mask = batch.rollout.response_mask
-        logprobs = keep(logprobs, mask)
-        log_ratio = log_ratios(logprobs.detach(), batch.rollout)
-        ratio = bounded_ratio(log_ratio, mask=mask)
+    def token_losses(
+        self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return -sg(clip(ratio)) A log p."""
+        ratio = bounded_ratio(log_ratio.detach(), mask=mask)
         weight = ratio.clamp(1 - self.config.clip[0], 1 + self.config.clip[1])
-        loss = -weight * keep(batch.advantages, mask) * logprobs
-        return policy_sum(loss, log_ratio=log_ratio, mask=mask, clipped=weight != ratio, weights=weights)
+        return -weight * advantages * logprobs, weight != ratio

@@ -19,7 +19,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.algorithms import GDPOConfig
 from hybrid_rlhf.functional.advantages import group_mean
 from hybrid_rlhf.functional.masking import row_sums
-from hybrid_rlhf.rl.algorithms.algorithm import groups_of, per_token
+from hybrid_rlhf.rl.algorithms.algorithm import per_token
 from hybrid_rlhf.rl.algorithms.grpo import GRPO, standardized
 from hybrid_rlhf.rl.types import Rollout
 
@@ -35,7 +35,7 @@ class GDPO(GRPO):
         """Return the weighted sum of the standardized components, [N, T]."""
         if not self.component_weights:
             return super().advantages(rewards, rollout)
-        groups = groups_of(rollout)
+        groups = rollout.groups
         rest = row_sums(rewards)
         advantages = torch.zeros_like(rest)
         for name, weight in self.component_weights.items():

@@ -16,28 +16,23 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import GMPOConfig
-from hybrid_rlhf.functional.losses import LossSum, bounded_ratio, policy_sum
-from hybrid_rlhf.functional.masking import keep, masked_mean
-from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
-from hybrid_rlhf.rl.algorithms.grpo import GRPO
-from hybrid_rlhf.rl.types import Batch
+from hybrid_rlhf.functional.losses import bounded_ratio
+from hybrid_rlhf.functional.masking import masked_mean
+from hybrid_rlhf.rl.algorithms.grpo import TokenLossGRPO
 
 
-class GMPO(GRPO):
+class GMPO(TokenLossGRPO):
     """The geometric mean of clipped ratios, with GRPO's advantages."""
 
     config: GMPOConfig
 
-    def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
-        """Return -A times the geometric mean of the clipped ratios, summed over the tokens of a micro-batch."""
-        mask = batch.rollout.response_mask
+    def token_losses(
+        self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return -A times the geometric mean of the clipped ratios."""
         low, high = self.config.clip
-        advantages = keep(batch.advantages, mask)
-        log_ratio = log_ratios(logprobs, batch.rollout)
         lowest = math.log(1 - low) if low < 1 else -math.inf
         clipped = torch.where(advantages > 0, log_ratio.clamp(max=math.log(1 + high)), log_ratio.clamp(min=lowest))
         of_sequence = masked_mean(clipped.detach(), mask=mask, dim=1)[:, None]
         ratio = bounded_ratio(of_sequence + (clipped - clipped.detach()), mask=mask)
-        return policy_sum(
-            -advantages * ratio, log_ratio=log_ratio, mask=mask, clipped=clipped != log_ratio, weights=weights
-        )
+        return -advantages * ratio, clipped != log_ratio

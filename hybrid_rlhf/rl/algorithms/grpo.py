@@ -23,9 +23,10 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.sections.algorithm import GroupConfig
 from hybrid_rlhf.functional.advantages import group_mean, group_std
-from hybrid_rlhf.functional.masking import row_sums
-from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
-from hybrid_rlhf.rl.types import Rollout
+from hybrid_rlhf.functional.losses import LossSum, policy_sum
+from hybrid_rlhf.functional.masking import keep, row_sums
+from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, log_ratios, per_token
+from hybrid_rlhf.rl.types import Batch, Rollout
 
 EPSILON = 1e-4
 """The value of TRL."""
@@ -44,10 +45,35 @@ class GRPO(Algorithm):
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return outcomes less their group's mean, divided by the group's standard deviation if configured, [N, T]."""
         outcomes = row_sums(rewards)
-        groups = groups_of(rollout)
+        groups = rollout.groups
         if self.config.divide_by_std:
             return per_token(standardized(outcomes, groups=groups), rollout)
         return per_token(outcomes - group_mean(outcomes, groups=groups), rollout)
+
+
+class TokenLossGRPO(GRPO):
+    """GRPO with another loss of each token than the clipped surrogate."""
+
+    def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
+        """Return the losses of the tokens of a micro-batch, summed."""
+        mask = batch.rollout.response_mask
+        logprobs = keep(logprobs, mask)
+        log_ratio = log_ratios(logprobs, batch.rollout)
+        losses, clipped = self.token_losses(logprobs, log_ratio, keep(batch.advantages, mask), mask)
+        return policy_sum(losses, log_ratio=log_ratio, mask=mask, clipped=clipped, weights=weights)
+
+    def token_losses(
+        self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of each token [B, T], and where it is clipped; None: nowhere.
+
+        Args:
+            logprobs: [B, T] of the current actor, with gradient; 0 outside of the mask, as the next two.
+            log_ratio: [B, T] to the actor that sampled, with gradient.
+            advantages: [B, T].
+            mask: [B, T], true on response tokens.
+        """
+        raise NotImplementedError
 
 
 class DAPO(GRPO):

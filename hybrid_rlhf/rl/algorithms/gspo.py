@@ -14,11 +14,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import GSPOConfig
-from hybrid_rlhf.functional.losses import LossSum, clipped_surrogate
 from hybrid_rlhf.functional.masking import masked_mean
-from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
-from hybrid_rlhf.rl.types import Batch
+from hybrid_rlhf.rl.types import Rollout
 
 
 class GSPO(GRPO):
@@ -26,18 +24,8 @@ class GSPO(GRPO):
 
     config: GSPOConfig
 
-    def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
-        """Return the clipped surrogate of the sequence ratios, summed over the tokens of a micro-batch."""
-        mask = batch.rollout.response_mask
-        log_ratio = log_ratios(logprobs, batch.rollout)
-        of_sequence = masked_mean(log_ratio.detach(), mask=mask, dim=1)[:, None]
-        of_tokens = of_sequence + (log_ratio - log_ratio.detach())
-        return clipped_surrogate(
-            of_tokens,
-            advantages=batch.advantages,
-            mask=mask,
-            weights=weights,
-            clip_low=self.config.clip[0],
-            clip_high=self.config.clip[1],
-            dual_clip=self.config.dual_clip,
-        )
+    def log_ratios(self, logprobs: Tensor, rollout: Rollout) -> Tensor:
+        """Return the log-ratio of each sequence at its tokens, with the gradient of each token's own, [B, T]."""
+        log_ratio = super().log_ratios(logprobs, rollout)
+        of_sequence = masked_mean(log_ratio.detach(), mask=rollout.response_mask, dim=1)[:, None]
+        return of_sequence + (log_ratio - log_ratio.detach())

@@ -17,7 +17,7 @@ from hybrid_rlhf.configs.algorithms import OnlineDPOConfig
 from hybrid_rlhf.functional.advantages import differs_in_group, group_mean, group_size
 from hybrid_rlhf.functional.losses import LossSum, policy_sum
 from hybrid_rlhf.functional.masking import keep, row_sums
-from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
+from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, per_token
 from hybrid_rlhf.rl.types import Batch, Rollout
 
 
@@ -40,7 +40,7 @@ class OnlineDPO(Algorithm):
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return 1 for the better completion of each pair and -1 for the worse, at every response token, [N, T]."""
         outcomes = row_sums(rewards)
-        return per_token(torch.sign(outcomes - group_mean(outcomes, groups=groups_of(rollout))), rollout)
+        return per_token(torch.sign(outcomes - group_mean(outcomes, groups=rollout.groups)), rollout)
 
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
         """Return the DPO loss of the micro-batch's pairs, scaled like a sum over tokens."""

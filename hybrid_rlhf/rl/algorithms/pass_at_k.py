@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import PassAtKConfig
 from hybrid_rlhf.functional.masking import row_sums
-from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
+from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, per_token
 from hybrid_rlhf.rl.algorithms.grpo import EPSILON
 from hybrid_rlhf.rl.types import Rollout
 
@@ -33,7 +33,7 @@ class PassAtK(Algorithm):
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return the advantage of each completion at its tokens, [N, T]."""
         outcomes = row_sums(rewards).double()
-        groups = groups_of(rollout)
+        groups = rollout.groups
         advantages = torch.zeros_like(outcomes)
         for group in groups.unique():
             members = (groups == group).nonzero().flatten()

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.algorithms import ReinforcePPConfig
 from hybrid_rlhf.functional.advantages import gae, group_mean, shaped_rewards
 from hybrid_rlhf.functional.masking import row_sums
-from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of
+from hybrid_rlhf.rl.algorithms.algorithm import Algorithm
 from hybrid_rlhf.rl.types import Rollout
 
 
@@ -38,6 +38,6 @@ class ReinforcePPBaseline(ReinforcePP):
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return the reward to go after subtracting the group's mean outcome at the last token, [N, T]."""
-        baseline = group_mean(row_sums(rewards), groups=groups_of(rollout))
+        baseline = group_mean(row_sums(rewards), groups=rollout.groups)
         less = shaped_rewards(scores=-baseline, kl=torch.zeros_like(rewards), mask=rollout.response_mask, kl_coef=0.0)
         return super().advantages(rewards + less, rollout)

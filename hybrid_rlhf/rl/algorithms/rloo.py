@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_rlhf.functional.advantages import leave_one_out
 from hybrid_rlhf.functional.masking import row_sums
-from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
+from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, per_token
 from hybrid_rlhf.rl.types import Rollout
 
 
@@ -23,4 +23,4 @@ class RLOO(Algorithm):
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return outcomes less the leave-one-out mean of their group, at every response token, [N, T]."""
-        return per_token(leave_one_out(row_sums(rewards), groups=groups_of(rollout)), rollout)
+        return per_token(leave_one_out(row_sums(rewards), groups=rollout.groups), rollout)

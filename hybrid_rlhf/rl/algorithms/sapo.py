@@ -13,24 +13,20 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import SAPOConfig
-from hybrid_rlhf.functional.losses import LossSum, bounded_ratio, policy_sum
-from hybrid_rlhf.functional.masking import keep
-from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
-from hybrid_rlhf.rl.algorithms.grpo import GRPO
-from hybrid_rlhf.rl.types import Batch
+from hybrid_rlhf.functional.losses import bounded_ratio
+from hybrid_rlhf.rl.algorithms.grpo import TokenLossGRPO
 
 
-class SAPO(GRPO):
+class SAPO(TokenLossGRPO):
     """The surrogate of softly gated ratios, with GRPO's advantages."""
 
     config: SAPOConfig
 
-    def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
-        """Return -A f(ratio), summed over the tokens of a micro-batch."""
-        mask = batch.rollout.response_mask
-        advantages = keep(batch.advantages, mask)
-        log_ratio = log_ratios(logprobs, batch.rollout)
+    def token_losses(
+        self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor
+    ) -> tuple[Tensor, None]:
+        """Return -A f(ratio)."""
         positive, negative = self.config.gate_temperatures
         tau = torch.where(advantages > 0, positive, negative)
         gated = torch.sigmoid(tau * (bounded_ratio(log_ratio, mask=mask) - 1)) * 4 / tau
-        return policy_sum(-advantages * gated, log_ratio=log_ratio, mask=mask, weights=weights)
+        return -advantages * gated, None

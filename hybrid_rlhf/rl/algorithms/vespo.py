@@ -15,28 +15,24 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import VESPOConfig
-from hybrid_rlhf.functional.losses import MAX_LOG_RATIO, LossSum, policy_sum
-from hybrid_rlhf.functional.masking import keep, row_sums
-from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
-from hybrid_rlhf.rl.algorithms.grpo import GRPO
-from hybrid_rlhf.rl.types import Batch
+from hybrid_rlhf.functional.losses import MAX_LOG_RATIO
+from hybrid_rlhf.functional.masking import row_sums
+from hybrid_rlhf.rl.algorithms.grpo import TokenLossGRPO
 
 
-class VESPO(GRPO):
+class VESPO(TokenLossGRPO):
     """REINFORCE's gradient weighted by a gate of sequence ratios, with GRPO's advantages."""
 
     config: VESPOConfig
 
-    def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
-        """Return -sg(phi(ratio)) A log p, summed over the tokens of a micro-batch."""
-        mask = batch.rollout.response_mask
-        advantages = keep(batch.advantages, mask)
-        log_ratio = log_ratios(logprobs.detach(), batch.rollout)
-        of_sequence = row_sums(log_ratio)[:, None].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    def token_losses(
+        self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor
+    ) -> tuple[Tensor, None]:
+        """Return -sg(phi(ratio)) A log p."""
+        of_sequence = row_sums(log_ratio.detach())[:, None].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         power, decay = (
             torch.where(advantages >= 0, positive, negative)
             for positive, negative in (self.config.gate_power, self.config.gate_decay)
         )
         gate = (power * of_sequence + decay * (1 - of_sequence.exp())).exp()
-        loss = -gate * advantages * keep(logprobs, mask)
-        return policy_sum(loss, log_ratio=log_ratio, mask=mask, weights=weights)
+        return -gate * advantages * logprobs, None

@@ -73,6 +73,14 @@ def read_environment(config: EnvironmentConfig) -> EnvironmentFactory:
             f"an environment must have reset(row) and step(completion), {config.path} has no "
             f"{' and no '.join(missing)}: add it"
         )
+    for name, parameter in (("reset", "row"), ("step", "completion")):
+        try:
+            inspect.signature(getattr(kind, name)).bind(None, None)
+        except TypeError as error:
+            raise UserError(
+                f"an environment must have reset(row) and step(completion), {name} of {config.path} takes "
+                f"{inspect.signature(getattr(kind, name))}: give it the argument {parameter}"
+            ) from error
     try:
         stops = getattr(kind(**config.options), "stop_strings", ())
     except UserError as error:

@@ -40,7 +40,7 @@ class Turns(TokenSource, Protocol):
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sequence that the model has positions for; none: no limit."""
+        """Longest sequence that the model has positions for; None if there is no limit."""
 
 
 async def next_turn(turns: Turns, ids: Sequence[int], params: SamplingParams) -> Completion:

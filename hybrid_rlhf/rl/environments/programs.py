@@ -95,7 +95,7 @@ class ProgramRunner(EpisodeRunner):
         self._shared: Service | None = None
         self._queue: EpisodeQueue | None = None
         self._url: str | None = None
-        """Address while it is served; none: no rollout is sampled."""
+        """Address while it is served; None while no rollout is sampled."""
         self._api_key = secrets.token_urlsafe(24) if key is None and program is not None else key
         if rollout.endpoint is not None:
             urls = world.all_gather_objects(url_of(self._host, self._port) if samples else None)

@@ -8,7 +8,6 @@ episode are numbered in the order of their arrival; the number is the key of the
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from hybrid_rlhf.generation.sampling import Completion, derive_seed
 from hybrid_rlhf.rl.environments.episodes import Turns
 from hybrid_rlhf.rl.environments.observations import PLACEHOLDER, ids_after_turn
 from hybrid_rlhf.rl.types import Episode
-from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.runtime.observability.logs import warn_once
 from hybrid_rlhf.serving.answers import chat_template
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
 from hybrid_rlhf.serving.service import Job, Service
@@ -144,10 +143,10 @@ class EpisodeService(Service):
         """Sampling parameters of a request, with those that training must know replaced by the run's."""
         asked = self.sampling(body, longest_prompt=max(len(prompt.ids) for prompt in prompts))
         if body.response_format is not None or (isinstance(body, ChatBody) and body.required_tools):
-            _warn_once("a program asks for a response format or a required call: rollout.sampling decides")
+            warn_once("a program asks for a response format or a required call: rollout.sampling decides")
         changed = [name for name in _FIXED if getattr(asked, name) != getattr(self.defaults, name)]
         for name in changed:
-            _warn_once(
+            warn_once(
                 f"a program asks for {name} {getattr(asked, name)}, it is sampled with "
                 f"{getattr(self.defaults, name)}: rollout.sampling decides, as training computes its distribution"
             )
@@ -245,8 +244,3 @@ class EpisodeService(Service):
         replies = tuple(read_reply(form, prompt.names) for form in forms)
         said = str(self.tokenizer.decode(ids))
         self._turns.append(_Turn(prompt.text, prompt.messages, sequence.ids, said, replies, sequence))
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)

@@ -5,9 +5,9 @@ Random numbers of a turn are keyed by prompt, sample and turn, so an episode is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -21,28 +21,16 @@ from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
 from hybrid_rlhf.data.chat.messages import ROLES, Message, read_message, row_tools, with_ordered_results
-from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
+from hybrid_rlhf.generation.sampling import SamplingParams, derive_seed
 from hybrid_rlhf.loop.user_code import describe_error
 from hybrid_rlhf.rl.environments.calls import CallFailure
-from hybrid_rlhf.rl.environments.environment import Environment, EnvironmentFactory, StepResult
+from hybrid_rlhf.rl.environments.environment import Environment, EnvironmentFactory, StepResult, read_environment
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, Turns, environment_row, is_finite_number, next_turn
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
 from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.logs import shortened
-
-
-@dataclass
-class _RunningEpisode:
-    """An episode with its environment."""
-
-    row: dict[str, Any]
-    episode: Episode
-    params: SamplingParams
-    sample: int
-    environment: Environment | None = None
-    running: bool = True
-    observation: str | None = None
-    """Observation that is not yet appended to the episode."""
+from hybrid_rlhf.runtime.world import World, shared_user_errors
+from hybrid_rlhf.serving.packages import require_packages
 
 
 class EnvironmentRunner(EpisodeRunner):
@@ -73,57 +61,50 @@ class EnvironmentRunner(EpisodeRunner):
         self, prompt: Mapping[str, Any], params: SamplingParams, sample: int, turns: Turns
     ) -> Future[list[Episode]]:
         """Start an episode; its environment is called between its turns. Environments are created at once, in order."""
-        entry = _RunningEpisode(environment_row(prompt), Episode(list(prompt["input_ids"])), params, sample)
-        return self._calls.run(self._play(entry, self._opening(entry), turns))
-
-    async def _play(self, entry: _RunningEpisode, opening: Callable[[], Any], turns: Turns) -> list[Episode]:
-        self._begin(entry, await self._calls.result(opening))
-        for turn in range(self._config.max_turns):
-            if not entry.running or (turn and not self._observe(entry, turns)):
-                break
-            completion = await next_turn(turns, entry.episode.ids, self._turn_params(entry, turn, turns))
-            entry.episode.add_turn(completion)
-            assert entry.environment is not None
-            text = completion_text(completion.token_ids, self._tokenizer)
-            result = await self._calls.result(partial(entry.environment.step, text))
-            self._end_turn(entry, completion, result)
-        return [entry.episode]
-
-    def _opening(self, entry: _RunningEpisode) -> Callable[[], Any]:
-        """Create the environment, and return the call that resets it."""
+        episode, row = Episode(list(prompt["input_ids"])), environment_row(prompt)
         try:
-            entry.environment = self._factory.make()
+            environment = self._factory.make()
         except Exception as error:  # noqa: BLE001 - the user's own code
-            failed = CallFailure(describe_error(error))
-            return lambda: failed
-        return partial(entry.environment.reset, entry.row)
+            episode.failure = describe_error(error)
+            ended: Future[list[Episode]] = Future()
+            ended.set_result([episode])
+            return ended
+        return self._calls.run(self._play(episode, environment, row, params, sample, turns))
 
-    def _begin(self, entry: _RunningEpisode, opening: object) -> None:
-        """Take the prompt that reset returned."""
-        prompt = opening if isinstance(opening, CallFailure) else self._read_opening(opening, entry.row)
-        if isinstance(prompt, CallFailure):
-            entry.episode.failure = prompt.reason
-            entry.running = False  # a turn would answer the prompt of the row, which is not the task
-        elif prompt is not None:
-            entry.episode.prompt = prompt
-
-    def _end_turn(self, entry: _RunningEpisode, completion: Completion, result: object) -> None:
-        """Take what step returned."""
-        step = result if isinstance(result, CallFailure) else _read_step(result)
-        if isinstance(step, CallFailure):
-            entry.episode.failure = step.reason
-            entry.running = False
-            return
-        entry.episode.add_reward(step.reward)
-        # An episode whose last turn is truncated did not end by itself, even if the environment is done.
-        entry.episode.stopped = step.done and completion.finish_reason == "stop"
-        entry.running = not step.done
-        entry.observation = step.observation
+    async def _play(
+        self,
+        episode: Episode,
+        environment: Environment,
+        row: dict[str, Any],
+        params: SamplingParams,
+        sample: int,
+        turns: Turns,
+    ) -> list[Episode]:
+        opening = self._read_opening(await self._calls.result(partial(environment.reset, row)), row)
+        if isinstance(opening, CallFailure):
+            episode.failure = opening.reason
+            return [episode]  # a turn would answer the prompt of the row, which is not the task
+        episode.prompt = opening or episode.prompt
+        for turn in range(self._config.max_turns):
+            completion = await next_turn(turns, episode.ids, self._turn_params(episode, params, sample, turn, turns))
+            episode.add_turn(completion)
+            text = completion_text(completion.token_ids, self._tokenizer)
+            step = _read_step(await self._calls.result(partial(environment.step, text)))
+            if isinstance(step, CallFailure):
+                episode.failure = step.reason
+                break
+            episode.add_reward(step.reward)
+            # An episode whose last turn is truncated did not end by itself, even if the environment is done.
+            episode.stopped = step.done and completion.finish_reason == "stop"
+            is_last = step.done or turn + 1 == self._config.max_turns
+            if is_last or not self._observe(episode, step.observation or "", turns):
+                break
+        return [episode]
 
     def _read_opening(self, opening: object, row: Mapping[str, Any]) -> list[int] | None | CallFailure:
         """Token ids of the prompt that reset returned; None for the row's prompt."""
-        if opening is None:
-            return None
+        if opening is None or isinstance(opening, CallFailure):
+            return opening
         messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
         if not _are_messages(messages):
             return CallFailure(f"reset must return messages, a text or None, it returned {shortened(repr(opening))}")
@@ -138,26 +119,27 @@ class EnvironmentRunner(EpisodeRunner):
             return CallFailure(f"reset returned {len(ids)} tokens, rollout.max_prompt_tokens is {limit}")
         return ids
 
-    def _observe(self, entry: _RunningEpisode, turns: Turns) -> bool:
-        """Append the observation to the episode; false if it leaves no tokens for a turn of the actor."""
-        last = entry.episode.ids[-1]
+    def _observe(self, episode: Episode, observation: str, turns: Turns) -> bool:
+        """Append an observation to the episode; false if it leaves no tokens for a turn of the actor."""
+        last = episode.ids[-1]
         end = last if last in turns.stop_token_ids else None
         try:
-            ids = self._turns.observation_ids(entry.observation or "", end_token=end)
+            ids = self._turns.observation_ids(observation, end_token=end)
         except UserError as error:  # a template may reject the observation
-            entry.episode.failure = str(error)
-            entry.running = False
+            episode.failure = str(error)
             return False
-        entry.running = len(ids) < self._tokens_left(entry.episode, turns)
-        if entry.running:
-            entry.episode.add_observation(ids)
-        return entry.running
+        if len(ids) >= self._tokens_left(episode, turns):
+            return False
+        episode.add_observation(ids)
+        return True
 
-    def _turn_params(self, entry: _RunningEpisode, turn: int, turns: Turns) -> SamplingParams:
-        left = self._tokens_left(entry.episode, turns)
+    def _turn_params(
+        self, episode: Episode, params: SamplingParams, sample: int, turn: int, turns: Turns
+    ) -> SamplingParams:
+        left = self._tokens_left(episode, turns)
         limit = min(left, self._config.max_turn_tokens or left)
-        seed = derive_seed(entry.params.seed or 0, entry.sample, turn)
-        return replace(entry.params, n=1, max_new_tokens=limit, seed=seed, stop=self._factory.stop_strings)
+        seed = derive_seed(params.seed or 0, sample, turn)
+        return replace(params, n=1, max_new_tokens=limit, seed=seed, stop=self._factory.stop_strings)
 
     def _tokens_left(self, episode: Episode, turns: Turns) -> int:
         """Number of tokens that the episode may still have."""
@@ -167,6 +149,8 @@ class EnvironmentRunner(EpisodeRunner):
 
 
 def _read_step(result: object) -> StepResult | CallFailure:
+    if isinstance(result, CallFailure):
+        return result
     if not isinstance(result, tuple) or len(result) != 3:
         return CallFailure(f"step must return (observation, reward, done), it returned {shortened(repr(result))}")
     observation, reward, done = result
@@ -194,3 +178,38 @@ def _are_messages(opening: object) -> bool:
 
 def _is_valid_text(value: object) -> bool:
     return isinstance(value, str) and is_text(value)
+
+
+def build_runner(
+    config: EnvironmentConfig | None,
+    *,
+    rollout: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    samples: bool = True,
+) -> EpisodeRunner | None:
+    """The runner of the configured environment; None without one (a completion is then one turn). Every rank calls.
+
+    Args:
+        config: the environment.
+        rollout: how completions are sampled.
+        tokenizer: tokenizer of the actor.
+        world: all ranks.
+        samples: true if this rank runs episodes.
+
+    Raises:
+        UserError: when the environment cannot be loaded, the chat template cannot show observations, or the address of
+            programs is taken.
+    """
+    if config is None:
+        return None
+    if config.path is None:
+        require_packages("rollout.endpoint" if config.program is None else "environment.program")
+        from hybrid_rlhf.rl.environments.programs import ProgramRunner, read_program  # they import those packages
+
+        with shared_user_errors(world):
+            program = None if config.program is None else read_program(config)
+        return ProgramRunner(program, config, rollout=rollout, tokenizer=tokenizer, world=world, samples=samples)
+    with shared_user_errors(world):
+        factory = read_environment(config)
+    return EnvironmentRunner(factory, config, rollout=rollout, tokenizer=tokenizer, device=world.device)

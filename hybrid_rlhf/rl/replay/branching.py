@@ -34,7 +34,7 @@ class Branch:
 def branch(replayed: ReplayedStep, index: int, *, token: int, text: str | None = None, n: int = 4) -> list[Branch]:
     """Continue a sample from a token. Every rank calls.
 
-    The weights are those that sampled the step; with a policy lag or partial rollouts, the newer ones at its start.
+    The weights are those at the start of the step; with a policy lag, older ones sampled a part of its tokens.
 
     Args:
         replayed: the step.

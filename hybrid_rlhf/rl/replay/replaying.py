@@ -19,7 +19,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.loop.non_finite import NonFiniteError
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.build import rl_session
+from hybrid_rlhf.rl.build import PlacementChoice, rl_session
 from hybrid_rlhf.rl.parts import RLSession
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
@@ -101,7 +101,10 @@ class ReplayedStep:
 
 @contextlib.contextmanager
 def replayed_step(
-    recorded: RecordedStep, scratch: Path, algorithm_class: type[Algorithm] | None = None
+    recorded: RecordedStep,
+    scratch: Path,
+    algorithm_class: type[Algorithm] | None = None,
+    choose_placement: PlacementChoice | None = None,
 ) -> Iterator[ReplayedStep]:
     """Compute a recorded step again, from the nearest checkpoint before it. Every rank calls.
 
@@ -109,11 +112,13 @@ def replayed_step(
         recorded: the step.
         scratch: an empty folder for the resumed run; the folder of the recorded run is only read.
         algorithm_class: the algorithm of a run with a custom one.
+        choose_placement: `hybrid_rlhf.planning.automatic.choose_placement`, for a run with `placement: auto`.
 
     Raises:
         UserError: if the run cannot be resumed, or the step has no rollout when it is replayed.
     """
-    with rl_session(recorded.resumed_config(scratch), algorithm_class=algorithm_class) as session:
+    config = recorded.resumed_config(scratch)
+    with rl_session(config, algorithm_class=algorithm_class, choose_placement=choose_placement) as session:
         trainer = RLTrainer(session)
         lag = session.config.rollout.max_lag
         if lag and session.parts.sampler.outlives_steps and session.run.world.is_main:

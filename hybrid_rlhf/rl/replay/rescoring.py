@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.rl import RLConfig
@@ -16,7 +15,7 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import encode_completion
 from hybrid_rlhf.data.chat.messages import row_tools
 from hybrid_rlhf.data.tokenized import load_prompt_data
-from hybrid_rlhf.loop.non_finite import json_number
+from hybrid_rlhf.loop.non_finite import json_numbers
 from hybrid_rlhf.loop.setup import start_step
 from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
 from hybrid_rlhf.rl.mini_batches import MiniBatchPlanner
@@ -60,7 +59,7 @@ def rescore(recorded: RecordedStep, index: int, completion: str, scratch: Path) 
         "prompt_row" in row,
         f"rescore needs prompt_row in samples.jsonl, step {recorded.step} was written without it: take a newer run",
     )
-    with start_run(config) as run, explain_out_of_memory(config, run.world, lambda: run.watchdog.phase):
+    with start_run(config) as run, explain_out_of_memory(config, run):
         path, tokenizer = start_step(config, run, config.model.path)
         prompts = load_prompt_data(
             config.data,
@@ -109,12 +108,13 @@ def score_completions(
         lambda rows: CompletionTexts.read([prompt], rows, tokenizer),
         may_drop_all=True,
     )
+    scores = json_numbers(report.scores)
+    components = {name: json_numbers(values) for name, values in report.components.items()}
     return [
         SampleScore(
-            None if row in report.dropped else json_number(report.scores[row]),
-            {name: json_number(values[row]) for name, values in report.components.items()},
+            None if row in report.dropped else score, {name: values[row] for name, values in components.items()}
         )
-        for row in range(len(index))
+        for row, score in enumerate(scores)
     ]
 
 
@@ -124,7 +124,7 @@ def completed(prompt: Sequence[int], completions: Sequence[Sequence[int]], stopp
         Episode(list(prompt), list(ids), [True] * len(ids), stopped=ended)
         for ids, ended in zip(completions, stopped, strict=True)
     ]
-    return replace(Rollout.of(episodes), groups=torch.zeros(len(episodes), dtype=torch.long))
+    return Rollout.of(episodes, [0] * len(episodes))
 
 
 def _alone(config: RLConfig, scratch: Path) -> RLConfig:

@@ -61,7 +61,6 @@ class CompletionTexts:
         Raises:
             UserError: for a data column with the name of an argument of reward functions.
         """
-        assert rollout.groups is not None
         columns = [json.loads(row["columns"]) for row in prompts]
         names = list(dict.fromkeys(name for row_columns in columns for name in row_columns))
         for name in RESERVED:
@@ -196,6 +195,8 @@ class RewardComponent(ABC):
 
     packs = True
     """True if its micro-batches, if any, have no padding."""
+    shares_prefixes = True
+    """True if it computes the common tokens of rows that begin alike once, if it computes tokens."""
     world: World | None = None
     """The ranks that share the rows; None for all ranks."""
     logged_alone = True

@@ -3,8 +3,9 @@
 The client, httpx2, is imported only where an endpoint is configured.
 
 A request is a POST of {"prompts": [...], "completions": [...], "columns": {...}}; the reply is {"scores": [...]} with a
-number or null per completion. A server may return anything, including the request itself, so replies are read up to a
-size limit, and secrets are removed from every message.
+number or null per completion. Remote reward models of OpenRLHF (0.11.2, utils/agent.py) get {"query": [...],
+"prompts": [...], "labels": [...]} and reply {"rewards": [...]}. A server may return anything, including the request
+itself, so replies are read up to a size limit, and secrets are removed from every message.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.configs.sections.rewards import Protocol, RewardComponentConfig
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
+from hybrid_rlhf.rl.rewards.foreign import openrlhf_arguments
 from hybrid_rlhf.runtime.background import BackgroundCall, retry_delay_seconds
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.urls import expanded_url, shown_url
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     import httpx2  # imported at run time only where there is an endpoint
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it logs complete URLs
+_REPLY_KEYS = {"scores": "scores", "openrlhf": "rewards"}
+"""Names of the scores in a reply, by protocol."""
 REQUESTS_PER_REPLICA = 8
 """Concurrent requests of a rank per replica."""
 MAX_REPLY_BYTES = 16 * 2**20
@@ -88,10 +92,7 @@ class EndpointReward(RewardComponent):
     async def _score(self, client: httpx2.AsyncClient, replicas: _Replicas, texts: CompletionTexts) -> ComponentScores:
         """Send one batch, repeatedly while rows fail."""
         try:
-            body = json.dumps(
-                {"prompts": texts.prompts, "completions": texts.completions, "columns": texts.columns},
-                allow_nan=False,
-            )
+            body = json.dumps(_request(texts, self._config.protocol), allow_nan=False)
         except ValueError as error:
             return ComponentScores.failed(len(texts), f"a data column does not fit JSON ({first_line(error)})")
         tries: Counter[str] = Counter()
@@ -113,7 +114,7 @@ class EndpointReward(RewardComponent):
                 asyncio.timeout(self._config.timeout_seconds),
                 client.stream("POST", address.url, content=body) as response,
             ):
-                return await read_reply(response, count, address)
+                return await read_reply(response, count, address, _REPLY_KEYS[self._config.protocol])
         except TimeoutError:
             return failed(count, f"{address.shown} took longer than {self._config.timeout_seconds:g} s")
         except Exception as error:  # noqa: BLE001 - if one rank raised alone, the others would wait forever
@@ -214,8 +215,16 @@ def failed(count: int, reason: str, *, may_retry: bool = True) -> Reply:
     return Reply(ComponentScores.failed(count, reason), may_retry)
 
 
-async def read_reply(response: httpx2.Response, count: int, address: Address) -> Reply:
-    """The scores of `count` rows, checked."""
+def _request(texts: CompletionTexts, protocol: Protocol) -> dict[str, object]:
+    """The body of a request."""
+    if protocol == "scores":
+        return {"prompts": texts.prompts, "completions": texts.completions, "columns": texts.columns}
+    given = openrlhf_arguments(texts.prompts, texts.completions, texts.columns)
+    return {"query": given.pop("queries"), **given}
+
+
+async def read_reply(response: httpx2.Response, count: int, address: Address, key: str) -> Reply:
+    """The scores of `count` rows, checked; `key` is their name in the reply."""
     status = response.status_code
     if response.is_redirect:
         # Not followed, because the key would be sent to a host that the user did not name.
@@ -234,9 +243,9 @@ async def read_reply(response: httpx2.Response, count: int, address: Address) ->
         reply = json.loads(content)
     except (ValueError, RecursionError):
         return failed(count, f"got {_start(content, address)} in place of JSON")
-    if not isinstance(reply, dict) or "scores" not in reply:
-        return failed(count, f'got {_start(content, address)} in place of {{"scores": [...]}}')
-    scores = ComponentScores.read(reply["scores"], count, show=lambda value: address.hide(repr(value)))
+    if not isinstance(reply, dict) or key not in reply:
+        return failed(count, f'got {_start(content, address)} in place of {{"{key}": [...]}}')
+    scores = ComponentScores.read(reply[key], count, show=lambda value: address.hide(repr(value)))
     return Reply(scores, may_retry=True)
 
 

@@ -1,6 +1,7 @@
 """Python functions as reward components: `f(prompts, completions, **columns) -> list[float | None]`.
 
-Coroutine functions work as well. The signature is that of TRL's reward functions; completions are always text.
+Coroutine functions work as well. The signature is that of TRL's reward functions; completions are always text. Those of
+verl and OpenRLHF are called by foreign.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.loop.user_code import describe_error, import_named
 from hybrid_rlhf.rl.rewards.components import RESERVED, CompletionTexts, ComponentScores, RewardBatch, RewardComponent
+from hybrid_rlhf.rl.rewards.foreign import as_reward
 from hybrid_rlhf.runtime.background import BackgroundCall, CallTimeout, retry_delay_seconds
+from hybrid_rlhf.runtime.observability.logs import logger
 
 RewardFunction = Callable[..., Any]
 MAX_HANGING_CALLS = 4
@@ -59,16 +62,22 @@ class FunctionReward(RewardComponent):
             and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             and parameter.name not in RESERVED
         ]
-        present: dict[str, None] = {}
+        present: dict[str, object] = {}
         for row in rows:
             missing = [column for column in missing if column not in row]
             if not missing:
                 return
-            present |= dict.fromkeys(row)
+            present |= row
         if missing:
+            nested = [name for name, value in present.items() if isinstance(value, Mapping) and missing[0] in value]
             raise UserError(
                 f"reward function {self.name} needs the column {' and '.join(missing)}, the data has "
-                f"{', '.join(['prompt', *present])}: rename or add it, or give the argument a default"
+                f"{', '.join(['prompt', *present])}: "
+                + (
+                    f"give the source columns: {{{missing[0]}: {nested[0]}.{missing[0]}}}"
+                    if nested
+                    else "rename or add it, or give the argument a default"
+                )
             )
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
@@ -151,6 +160,10 @@ def load_function(name: str) -> RewardFunction:
         raise UserError(
             f"reward.components: {name} must be a function, got a {type(function).__name__}: check the name"
         )
+    foreign = as_reward(function)
+    if foreign is not None:
+        logger.info("reward function %s: called as %s calls it, by its parameters", name, foreign[1])
+        return foreign[0]
     signature = inspect.signature(function)
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         raise UserError(

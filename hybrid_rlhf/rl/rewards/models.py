@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -70,6 +71,7 @@ class _PresentModel(RewardComponent):
         self._engine = engine
         self._transform = ScoreTransform(config, engine.config)
         self.packs = engine.packs
+        self.shares_prefixes = engine.shares_prefixes
         self.world = engine.world
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
@@ -83,12 +85,13 @@ class _PresentModel(RewardComponent):
     def _values(self, batch: RewardBatch, read: Callable[[Sequence[int | None]], Tensor]) -> list[float]:
         """One number per row, from the model's scores of each micro-batch: `read(indices)`, [n] or [n, heads]."""
         with self._engine.on_device():
-            scores = [
-                read(indices)[[place for place, index in enumerate(indices) if index is not None]]
-                for indices in batch.micro_batches
-            ]
-        values: list[float] = self._transform(torch.cat(scores)).tolist()
-        return values
+            scores = [read(indices) for indices in batch.micro_batches]
+        values = self._transform(torch.cat(scores)).tolist()
+        return [
+            value
+            for index, value in zip(chain.from_iterable(batch.micro_batches), values, strict=True)
+            if index is not None
+        ]
 
 
 class ModelReward(_PresentModel):
@@ -135,6 +138,7 @@ class AbsentReward(RewardComponent):
     def __init__(self, config: RewardComponentConfig, engine: RoleModel, *, logged_alone: bool) -> None:
         super().__init__(config)
         self.packs = engine.packs
+        self.shares_prefixes = engine.shares_prefixes
         self.world = engine.world
         self.logged_alone = logged_alone
 
@@ -178,7 +182,7 @@ class RetokenizingModelReward(_PresentModel):
     def _read(self, rows: Sequence[StepwiseTokens]) -> Tensor:
         """Scores of a micro-batch of conversations in the model's own tokens."""
         engine = self._engine
-        ids, mask = padded([row.input_ids for row in rows], 0, engine.device)
+        ids, mask = padded([row.input_ids for row in rows], 0)
         outputs: Tensor = engine(ids, mask)
         if self._steps == "last":
             return scores_at_end(outputs, mask)

@@ -59,6 +59,8 @@ class Reward:
         """Components that have scored none of the completions of a rollout."""
         self.packs = all(component.packs for component in components)
         """True if no component pads its micro-batches."""
+        self.shares_prefixes = all(component.shares_prefixes for component in components)
+        """True if all components do."""
 
     @torch.no_grad()
     def __call__(
@@ -145,7 +147,7 @@ class Reward:
             key = (component.world or self._world).members
             if key not in shared:
                 batch = RewardBatch(rows, self._micro_batches(component, micro_batches), _NO_TEXT)
-                texts = read_texts(rows.on_host(batch.numbers)) if reads_text else _NO_TEXT
+                texts = read_texts(rows(batch.numbers)) if reads_text else _NO_TEXT
                 shared[key] = replace(batch, texts=texts)
             batches.append(shared[key])
         return batches

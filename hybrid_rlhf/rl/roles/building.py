@@ -120,6 +120,7 @@ class _Builder:
                     part,
                     rollout=self._rollout,
                     max_logprob_diff=config.faults.max_logprob_diff,
+                    weight_check_every=config.faults.weight_check_every,
                     samples=samples,
                     residency=self._residency["actor"],
                 )
@@ -159,6 +160,7 @@ class _Builder:
                 rollout=self._rollout,
                 residency=self._residency["sampler"],
                 max_logprob_diff=faults.max_logprob_diff,
+                weight_check_every=faults.weight_check_every,
                 check_weights=faults.check_weights,
             )
 

@@ -50,8 +50,17 @@ class Roles:
     @property
     def packs(self) -> bool:
         """True if no role pads its micro-batches."""
+        return all(role.packs for role in self._readers)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if all roles compute the common tokens of rows that begin alike once."""
+        return all(role.shares_prefixes for role in self._readers)
+
+    @property
+    def _readers(self) -> list[RoleModel | Reward]:
         roles = (self.actor, self.critic, self.reward, self.reference, self.teacher)
-        return all(role.packs for role in roles if role is not None)
+        return [role for role in roles if role is not None]
 
     def refresh_reference(self) -> None:
         """Copy the actor's weights to the reference; every rank calls."""

@@ -86,10 +86,6 @@ class ScoreScaling:
             return 1.0
         return spread(scores) if len(scores) else 0.0
 
-    def scale_rewards(self, rewards: Tensor) -> Tensor:
-        """Rewards of turns, divided by the standard deviation of the scores."""
-        return rewards / self.unit
-
     def metrics(self) -> dict[str, float]:
         """Mean and standard deviation that scale the scores; {} without scaling."""
         if self._how == "none":
@@ -155,7 +151,7 @@ def estimate_advantages(
         mask=mask,
         kl_coef=kl_coef,
         score_clip=score_clip,
-        earned=None if turn_rewards is None else scaling.scale_rewards(turn_rewards),
+        earned=None if turn_rewards is None else turn_rewards / scaling.unit,
     )
     rewards = algorithm.shaped(rewards, mask=mask, total=world.total)
     rollout = _with_scaled_greedy_scores(rollout, scaling, score_clip=score_clip)

@@ -56,7 +56,6 @@ class Collector:
                 scored = self._scorer.score(
                     stream.prompts(rows), sampled, first=len(taken), greedy=stream.greedy, refill=refills > 0
                 )
-                assert scored.groups is not None
                 mask = self._mask(scored)
                 parts.append(scored)
                 masks.append(mask)
@@ -76,7 +75,7 @@ class Collector:
     def _mask(self, scored: Rollout) -> Tensor:
         """[n] bool, the rows to learn from; a row without a score is none where the algorithm selects by scores."""
         config = self._algorithm.config
-        assert scored.scores is not None and scored.penalties is not None and scored.groups is not None
+        assert scored.scores is not None and scored.penalties is not None
         known = scored.has_score
         mask = torch.full_like(
             known, config.dynamic_sampling is None and not config.selects and not config.learns_pairs
@@ -88,7 +87,6 @@ class Collector:
 
     def _selected(self, whole: Rollout, mask: torch.Tensor, taken: Sequence[int]) -> Rollout:
         """The selected rows, with metrics of all rows and the data set's row of each prompt."""
-        assert whole.groups is not None
         index = whole.numbered(self._world)
         self.sampled = SampledTokens(index.responses.tolist(), int(index.lengths.sum()))
         ages = whole.staleness(self._scorer.weight_version)

@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.sections.rollout import CurriculumConfig
@@ -35,7 +34,7 @@ from hybrid_rlhf.data.loaders import RowStream
 class Curriculum(RowStream):
     """The row indices of a data set in seeded orders, without those of other pass rates than wanted."""
 
-    def __init__(self, rows: int, *, epochs: int | None, seed: int, config: CurriculumConfig) -> None:
+    def __init__(self, rows: int, *, epochs: float | None, seed: int, config: CurriculumConfig) -> None:
         super().__init__(rows, epochs=epochs, seed=seed)
         self._config = config
         self._rates: dict[int, float] = {}
@@ -69,11 +68,9 @@ class Curriculum(RowStream):
             groups: [N], place in the step of each completion's prompt.
             rows: rows of the step's prompts, by place.
         """
-        places, member = groups.long().unique(return_inverse=True)
         passed = (scores > self._config.pass_score).double()
-        means = torch.zeros(len(places), dtype=torch.double).index_add(0, member, passed) / member.bincount()
-        for place, mean in zip(places.tolist(), means.tolist(), strict=True):
-            row = rows[place]
+        for place in groups.long().unique().tolist():
+            row, mean = rows[place], float(passed[groups == place].mean())
             before = self._rates.get(row, mean)
             self._rates[row] = self._config.decay * before + (1 - self._config.decay) * mean
         skipped = self._skipped

@@ -103,22 +103,24 @@ class EntropyController:
         """Take the settings of method adaptive and the first coefficient."""
         self._config = config
         self._coef = coef
+        self._entropy = 0.0
 
-    def measured(self, rollout: Rollout, world: World) -> float:
-        """Entropy per response token before the updates, in nats, over all ranks. Every rank calls."""
+    def measure(self, rollout: Rollout, world: World) -> None:
+        """Take the entropy before the updates of a rollout, the mean over its response tokens. Every rank calls."""
         assert rollout.entropy is not None
         index = rollout.numbered(world)
         summed = index.gather(masked_sum(rollout.entropy.double(), mask=rollout.response_mask, dim=1)).sum()
-        return float(summed / index.responses.sum().clamp(min=1))
+        self._entropy = float(summed / index.responses.sum().clamp(min=1))
 
-    def coef(self, entropy: float) -> float:
-        """The coefficient for the updates of a rollout with this entropy."""
-        return self._coef if entropy <= self._config.target else 0.0
+    @property
+    def coef(self) -> float:
+        """The coefficient for the updates of the rollout."""
+        return self._coef if self._entropy <= self._config.target else 0.0
 
-    def update(self, entropy: float) -> None:
-        """Move the coefficient after the updates of a rollout with this entropy."""
+    def update(self) -> None:
+        """Move the coefficient after the updates of the rollout."""
         step = self._config.step
-        self._coef = max(self._coef + (step if entropy < self._config.target else -step), 0.0)
+        self._coef = max(self._coef + (step if self._entropy < self._config.target else -step), 0.0)
 
     def state_dict(self) -> dict[str, float]:
         """Return the state for a checkpoint."""

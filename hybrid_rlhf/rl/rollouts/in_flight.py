@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.sampling import Completion, FinishReason, SamplingParams
@@ -47,8 +46,7 @@ def begun_state(
     """
     mine = [(prompt, completion) for prompt in prompts for completion in prompt.begun]
     episodes = [Episode.of(list(prompt.row["input_ids"]), completion) for prompt, completion in mine]
-    places = torch.tensor([prompt.place for prompt, _ in mine], dtype=torch.long)
-    rollout = replace(Rollout.of(episodes), groups=places)
+    rollout = Rollout.of(episodes, [prompt.place for prompt, _ in mine])
     tensors = with_prefix(_CARRIED, rollout.tensors()) if mine else {}
     reasons = world.all_gather_objects([completion.finish_reason for _, completion in mine])
     return tensors, [of_rank for of_rank in reasons if of_rank]
@@ -62,22 +60,21 @@ def restored_completions(
     carried = [named for of_rank in tensors if (named := without_prefix(_CARRIED, of_rank))]
     for named, reasons in zip(carried, finish_reasons, strict=True):
         rollout = Rollout.from_tensors(named)
-        for row, reason in enumerate(reasons):
-            begun[int(named["groups"][row])].append(replace(_completion(rollout, row), finish_reason=reason))
+        for row, (place, reason) in enumerate(zip(named["groups"].tolist(), reasons, strict=True)):
+            begun[place].append(replace(_completion(rollout, row), finish_reason=reason))
     return begun
 
 
 def _completion(rollout: Rollout, row: int) -> Completion:
     """One row of a rollout on the CPU."""
-    mask = rollout.response_mask[row]
-    routes = None
-    if rollout.routes is not None and rollout.routes.lengths[row]:
-        routes = rollout.routes.rows([row]).experts.numpy()
+    alone = rollout.rows([row])
+    mask = alone.response_mask
+    routes = None if alone.routes is None or not len(alone.routes.experts) else alone.routes.experts.numpy()
     return Completion(
-        rollout.input_ids[row][mask].tolist(),
-        rollout.sampled_logprobs[row][mask].tolist(),
+        alone.input_ids[mask].tolist(),
+        alone.sampled_logprobs[mask].tolist(),
         None,
-        rollout.drawn_logprobs[row][mask].tolist(),
-        rollout.weight_versions[row][mask].tolist(),
+        alone.drawn_logprobs[mask].tolist(),
+        alone.weight_versions[mask].tolist(),
         routes,
     )

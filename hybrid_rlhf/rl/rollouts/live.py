@@ -41,7 +41,7 @@ class Ticket:
 
     prompts: list[AssignedPrompt]
     name: str | None
-    """The same on all ranks that share the model; none for a turn, which the first of them sends to the others."""
+    """The same on all ranks that share the model; None for a turn, which the first of them sends to the others."""
     on_tokens: Callable[[list[StreamedToken]], None]
     """Receives the tokens of each decoding step, on the thread of the batch."""
     samples: list[list[Sample | None]]
@@ -112,7 +112,7 @@ class LiveBatch:
             config: the rollout settings.
             stop: arguments of `SamplingEngine.inference`.
             rows: largest number of completions of a rank that are decoded together.
-            environments: runs multi-turn episodes; none: a completion is one turn.
+            environments: runs multi-turn episodes; None if a completion is one turn.
         """
         self._together = engine.generation_world
         self._engine = engine
@@ -132,7 +132,7 @@ class LiveBatch:
         """What the batch samples, or will when it is open again."""
         self._changed = threading.Condition()
         self._served: contextlib.ExitStack | None = None
-        """What serves the episodes; none before the batch was opened."""
+        """What serves the episodes; None before the batch was opened."""
         self._is_closed = False
         self._vocab_size = 0
         self._idle_seconds = 0.0
@@ -224,9 +224,8 @@ class LiveBatch:
             BaseException: the exception that ended the batch or one of the samples.
         """
         with self._changed:
-            self._changed.wait_for(lambda: ticket.is_finished or self._failure(ticket) is not None)
-            failure = self._failure(ticket)
-            if failure is not None:
+            self._changed.wait_for(lambda: ticket.is_finished or (self.failure or ticket.error) is not None)
+            if (failure := self.failure or ticket.error) is not None:
                 raise failure
             if ticket in self._tickets:
                 self._tickets.remove(ticket)
@@ -313,10 +312,7 @@ class LiveBatch:
         """Exception that ended the present batch."""
         return None if self._batch is None else self._batch.failure
 
-    def _failure(self, ticket: Ticket) -> BaseException | None:
-        return self.failure or ticket.error
-
-    # -- what a server of this batch needs besides
+    # -- what a server of this batch needs
 
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
         """As `OpenBatch.call`, while the batch is open.

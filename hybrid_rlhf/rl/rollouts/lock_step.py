@@ -34,6 +34,7 @@ class _Turns:
     max_positions: int | None
     asked: tuple[list[int], SamplingParams] | None = None
     """The tokens of the turn that waits."""
+    episode: Future[list[Episode]] = field(default_factory=Future)
     failure: BaseException | None = None
     _deliver: Deliver = lambda tokens: None
 
@@ -86,34 +87,32 @@ class LockStep:
 
     def _play(self, prompts: Sequence[AssignedPrompt]) -> list[list[Episode]]:
         turns: list[_Turns] = []
-        episodes: list[Future[list[Episode]]] = []
+        stop, positions = self.generation.stop_token_ids, self.generation.max_positions
         for prompt in prompts:
             for sample in range(prompt.params.n):
-                stop, positions = self.generation.stop_token_ids, self.generation.max_positions
-                turns.append(_Turns(self._wake, prompt.recorded and self.generation.records_routes, stop, positions))
-                episodes.append(self.runner.play(prompt.row, prompt.params, sample, turns[-1]))
-                episodes[-1].add_done_callback(lambda _: self._wake())
+                one = _Turns(self._wake, prompt.recorded and self.generation.records_routes, stop, positions)
+                one.episode = self.runner.play(prompt.row, prompt.params, sample, one)
+                one.episode.add_done_callback(lambda _: self._wake())
+                turns.append(one)
         ended = 0
-        while not all(episode.done() for episode in episodes):
+        while not all(one.episode.done() for one in turns):
             with self.timers("environment"), self._changed:
-                self._changed.wait_for(
-                    lambda: all(
-                        episode.done() or one.asked is not None for episode, one in zip(episodes, turns, strict=True)
-                    )
-                )
-            done = [episode.result() for episode in episodes if episode.done()]
+                self._changed.wait_for(lambda: all(one.episode.done() or one.asked is not None for one in turns))
+            done = [one.episode.result() for one in turns if one.episode.done()]
             self.on_completed(len(done) - ended)
             ended = len(done)
             if self.runner.stops_on_failure and any(row.failure for rows in done for row in rows):
                 break
-            waiting = [one for one in turns if one.asked is not None]
+            waiting = [(one, one.asked) for one in turns if one.asked is not None]
             if not waiting:
                 break
-            asked = [(*one.asked, one.records_routes) for one in waiting if one.asked is not None]
-            for one, completion in zip(waiting, self._generate(self.together.broadcast_object(asked)), strict=True):
+            asked = self.together.broadcast_object([(*asked, one.records_routes) for one, asked in waiting])
+            for (one, _), completion in zip(waiting, self._generate(asked), strict=True):
                 one.answer(completion)
-        results = iter(episodes)
-        return [[row for _ in range(prompt.params.n) for row in _ended(next(results), prompt)] for prompt in prompts]
+        results = iter(turns)
+        return [
+            [row for _ in range(prompt.params.n) for row in _ended(next(results).episode, prompt)] for prompt in prompts
+        ]
 
     def _wake(self) -> None:
         with self._changed:

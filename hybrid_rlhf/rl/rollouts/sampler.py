@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
@@ -81,7 +80,7 @@ class RolloutSampler:
         self._recorded_prompts = config.recorded_prompts(sys.maxsize)
         """Number of prompts of a rollout whose completions have their experts recorded."""
         self.live: LiveBatch | None = None
-        """The batch that outlives a step; none: each rollout is sampled by a call."""
+        """The batch that outlives a step; None if each rollout is sampled by a call."""
 
     @property
     def outlives_steps(self) -> bool:
@@ -245,8 +244,8 @@ class RolloutSampler:
             played = [(prompt.place, prompt.greedy, episode) for prompt, episode in rows]
             kept = self._environments.kept(played, world, may_drop_all=may_be_empty)
             rows = [row for row, is_kept in zip(rows, kept, strict=True) if is_kept]
-        rollout = Rollout.of([episode for _, episode in rows], has_rewards=self._environments is not None)
-        rollout = replace(rollout, groups=torch.tensor([prompt.place for prompt, _ in rows], dtype=torch.long))
+        places = [prompt.place for prompt, _ in rows]
+        rollout = Rollout.of([episode for _, episode in rows], places, has_rewards=self._environments is not None)
         rollout = with_columns_of_all_ranks(rollout, world, {})
         return replace(rollout, index=rollout.numbered(world))
 

@@ -17,9 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.data.chat.reasoning import text_decoder
 from hybrid_rlhf.functional.masking import masked_mean
-from hybrid_rlhf.loop.non_finite import json_number
+from hybrid_rlhf.loop.non_finite import json_numbers
 from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.runtime.observability.token_records import COLUMN
+
+_LONGEST_COLUMN = 1000
+"""Characters: hidden tests of code would otherwise be written with each completion."""
 
 
 class SampleTexts:
@@ -35,27 +38,30 @@ class SampleTexts:
 
         Each weight version has the number of tokens that it sampled; scores of components are unweighted.
         """
-        assert rollout.prompt_rows is not None and rollout.groups is not None
+        assert rollout.prompt_rows is not None
         prompts = rollout.prompt_rows.tolist()
-        scores = rollout.penalized_scores
-        kl = rollout.kl
+        mask = rollout.response_mask
+        groups, stopped, lengths = (of.tolist() for of in (rollout.groups, rollout.stopped, mask.sum(dim=1)))
+        versions = iter(rollout.weight_versions[mask].tolist())
+        scores = json_numbers(rollout.penalized_scores)
+        components = {name: json_numbers(values) for name, values in rollout.components.items()}
+        kl = [None] * len(rollout) if rollout.kl is None else json_numbers(rollout.kl)
         return [
             {
                 "index": number,
-                "group": int(rollout.groups[row]),
+                "group": groups[row],
                 "prompt_row": prompts[row],
                 "prompt": json.loads(self._prompts[prompts[row]]["prompt"]),
+                "columns": _short(json.loads(self._prompts[prompts[row]]["columns"])),
                 "completion": sample_text(rollout, row, self._tokenizer),
-                "length": int(rollout.response_mask[row].sum()),
-                "stopped": bool(rollout.stopped[row]),
-                "score": json_number(scores[row]),
-                "components": {name: json_number(values[row]) for name, values in rollout.components.items()},
-                "kl": None if kl is None else json_number(kl[row]),
+                "length": lengths[row],
+                "stopped": stopped[row],
+                "score": scores[row],
+                "components": {name: values[row] for name, values in components.items()},
+                "kl": kl[row],
                 "weight_versions": [
                     (version, len(list(tokens)))
-                    for version, tokens in itertools.groupby(
-                        rollout.weight_versions[row][rollout.response_mask[row]].tolist()
-                    )
+                    for version, tokens in itertools.groupby(itertools.islice(versions, lengths[row]))
                 ],
             }
             for row, number in enumerate(numbers)
@@ -65,7 +71,16 @@ class SampleTexts:
         """Rows of a batch, with the mean advantage of their tokens."""
         means = masked_mean(batch.advantages, mask=batch.rollout.response_mask, dim=1)
         rows = self(batch.rollout, numbers)
-        return [{**row, "advantage": json_number(mean)} for row, mean in zip(rows, means, strict=True)]
+        return [{**row, "advantage": mean} for row, mean in zip(rows, json_numbers(means), strict=True)]
+
+
+def _short(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row for people; a value that is long as JSON is the beginning of that text."""
+    texts = {name: json.dumps(value, ensure_ascii=False) for name, value in columns.items()}
+    return {
+        name: value if len(texts[name]) <= _LONGEST_COLUMN else f"{texts[name][:_LONGEST_COLUMN]}..."
+        for name, value in columns.items()
+    }
 
 
 def sample_text(rollout: Rollout, row: int, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,23 +1,23 @@
 """Values that the roles compute for sampled completions: scores and penalties, then log-probs and values.
 
 Old log-probs come from the training forward over the same micro-batches as the first epoch, so that the first
-mini-batch has a ratio of exactly 1. With a single update they come from the forward of that update.
+mini-batch has a ratio of exactly 1. Those of the first update come from its own forward where nothing before it needs
+them: always with a single update. Source: PPO's ratio is relative to the weights before the first update (arXiv
+1707.06347, section 3). Other passes have no backward and take larger micro-batches.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, PenaltiesConfig
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.role_model import Reader
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.models.policy import values_before
@@ -26,9 +26,9 @@ from hybrid_rlhf.rl.mini_batches import MiniBatchPlan, MiniBatchPlanner
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
 from hybrid_rlhf.rl.roles.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.sharing import row_values
-from hybrid_rlhf.rl.types import Rollout, RouterAgreement
-from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.rl.types import ROUTER_AGREEMENT, Rollout
 
 
 class RolloutScorer:
@@ -37,22 +37,20 @@ class RolloutScorer:
     def __init__(
         self,
         roles: Roles,
+        sampler: RolloutSampler,
         *,
         algorithm: AlgorithmConfig,
-        sampling: RolloutConfig,
         planner: MiniBatchPlanner,
         scaling: ScoreScaling,
-        tokenizer: PreTrainedTokenizerBase,
-        timers: Timers,
     ) -> None:
-        """Take the roles and the settings."""
+        """Take the roles and the settings; those of sampling, the tokenizer and the timers are the sampler's."""
         self._roles = roles
+        self._config = sampler.config
+        self._tokenizer = sampler.tokenizer
+        self._timers = sampler.timers
         self._algorithm = algorithm
-        self._config = sampling
         self._planner = planner
         self._scaling = scaling
-        self._tokenizer = tokenizer
-        self._timers = timers
         self._world = roles.world
 
     def score(
@@ -88,7 +86,7 @@ class RolloutScorer:
         with self._timers("scoring"):
             readers = [self._reader_of_reference] if reads_ref else []
             reading = _Reading(plan, rollout, readers, reward)
-            ref: dict[int, Tensor] = {}
+            ref: dict[str, dict[int, Tensor]] = {"ref_logprobs": {}}
             report = reward(
                 reading.rows,
                 len(index),
@@ -98,14 +96,13 @@ class RolloutScorer:
                 beside=lambda: ref.update(self._read_reference(reading) if reads_ref else {}),
             )
             width = rollout.input_ids.shape[1]
-            ref_logprobs = index.collect({"ref": ref}, width=width)["ref"] if reads_ref else None
+            ref_logprobs = index.collect(ref, width=width)["ref_logprobs"] if reads_ref else None
         scores = report.scores[index.mine]
         if rollout.turn_rewards is not None:
             scores = scores + row_sums(rollout.turn_rewards)
         rollout = replace(rollout, components={name: of[index.mine] for name, of in report.components.items()})
         accepted = torch.ones(len(index), dtype=torch.bool)
         accepted[report.dropped] = False
-        assert rollout.groups is not None
         kept = accepted[index.mine]
         _, prompt, counts = rollout.groups.unique(return_inverse=True, return_counts=True)
         last = counts.cumsum(0) - 1  # the greedy completion of each prompt
@@ -140,8 +137,11 @@ class RolloutScorer:
         return self._roles.actor.weight_version
 
     @torch.no_grad()
-    def compute_logprobs(self, rollout: Rollout, plan: MiniBatchPlan) -> Rollout:
+    def compute_logprobs(self, rollout: Rollout, plan: MiniBatchPlan, *, defers: bool = False) -> Rollout:
         """Add the log-probs of actor, reference and teacher and the critic's values, in the micro-batches of a plan.
+
+        With `defers`, the actor reads the first mini-batch only where something needs it before the first update;
+        else the generation engine's log-probs are in place of its own, and there is no entropy.
 
         The actor does not read a rollout that makes one update: its log-probs come with that update's forward, and the
         generation engine's replace them until then. It does read where older weights or other arithmetic sampled and a
@@ -160,32 +160,39 @@ class RolloutScorer:
             other_sampler=roles.actor.rounds_otherwise or stale, has_teacher=teacher is not None
         )
         has_critic = roles.critic is not None
-        agreement = RouterAgreement(self._world.device)
+        defers = defers and reads_old and self._algorithm.defers_old_logprobs
+        defers = defers and teacher is None and rollout.routes is None
+        agreement = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         readers = [
             *([self._reader_of_reference] if reads_ref else []),
             *([] if teacher is None else [teacher]),
-            *([roles.actor] if reads_old else []),
             *([self._reader_of_values] if has_critic else []),
         ]
         with self._timers("scoring"):
-            reading = _Reading(plan, rollout, readers)
+            reading = _Reading(plan, rollout, readers, trained=roles.actor if reads_old else None, skips_first=defers)
             # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
             if has_critic:  # first, so that the critic's ranks are free for the actor in the meantime
                 self._reader_of_values.sync()
             computed: dict[str, dict[int, Tensor]] = {}
             if reads_ref:
-                computed["ref_logprobs"] = self._read_reference(reading)
+                computed |= self._read_reference(reading)
             if teacher is not None:
-                computed["teacher_logprobs"] = self._read_frozen(reading, teacher)
+                computed |= self._read_frozen(reading, teacher, "teacher_logprobs")
             if reads_old:
-                computed["old_logprobs"], computed["entropy"] = self._read_actor(reading, agreement)
+                computed |= self._read_actor(reading, agreement)
             if has_critic:
-                computed["old_values"] = self._read_critic(reading)
+                computed |= self._read_critic(reading)
             columns: dict[str, Any] = {"old_logprobs": rollout.sampled_logprobs}
             columns |= index.collect(computed, width=rollout.input_ids.shape[1])
+            if defers:
+                first = {*plan.rows_of(0)}
+                own = torch.tensor([row not in first for row in index.mine], dtype=torch.bool)
+                columns["old_logprobs"] = torch.where(own[:, None], columns["old_logprobs"], rollout.sampled_logprobs)
+                del columns["entropy"]
             rollout = replace(rollout, **columns)
             if reads_old and rollout.routes is not None:
-                metrics |= agreement.metrics(self._world)
+                used, recorded = self._world.all_reduce(agreement).tolist()
+                metrics |= {ROUTER_AGREEMENT: used / recorded} if recorded else {}
         keeps_routes = self._config.routing_replay or not reads_old
         return replace(rollout, routes=rollout.routes if keeps_routes else None, metrics=metrics)
 
@@ -202,72 +209,93 @@ class RolloutScorer:
         assert reader is not None
         return reader
 
-    def _read_reference(self, reading: _Reading) -> dict[int, Tensor]:
-        """The reference's log-probs of this rank's rows; {} on a rank without the reference."""
+    def _read_reference(self, reading: _Reading) -> dict[str, dict[int, Tensor]]:
+        """The reference's log-probs of this rank's rows, without entries on a rank without the reference."""
         reference = self._roles.reference
         if reference is not None:
-            return self._read_frozen(reading, reference)
+            return self._read_frozen(reading, reference, "ref_logprobs")
         with self._roles.actor.reference() as base:
-            return reading.values(base, self._logprobs_of(base))
+            return reading.values(base, self._logprobs_of(base), "ref_logprobs")
 
-    def _read_frozen(self, reading: _Reading, model: Reader) -> dict[int, Tensor]:
-        """A frozen language model's log-probs of this rank's rows; {} on a rank without it."""
+    def _read_frozen(self, reading: _Reading, model: Reader, name: str) -> dict[str, dict[int, Tensor]]:
+        """A frozen language model's log-probs of this rank's rows, without entries on a rank without it."""
         with model.on_device():
-            return reading.values(model, self._logprobs_of(model))
+            return reading.values(model, self._logprobs_of(model), name)
 
-    def _read_actor(self, reading: _Reading, agreement: RouterAgreement) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """The actor's log-probs and entropy of this rank's rows; {} on a rank without the actor."""
+    def _read_actor(self, reading: _Reading, agreement: Tensor) -> dict[str, dict[int, Tensor]]:
+        """The actor's log-probs and entropy of this rank's rows, without entries on a rank without the actor. Adds to
+        `agreement` [2] how many of the recorded experts its routers used, and of how many."""
         actor = self._roles.actor
-        logprobs: dict[int, Tensor] = {}
-        entropy: dict[int, Tensor] = {}
         temperature = self._config.sampling.temperature
-        for numbers, batch in reading.micro_batches(actor):
+
+        def read(batch: Rollout) -> tuple[Tensor, Tensor]:
             values = actor(
                 batch.input_ids, batch.attention_mask, batch.response_mask, temperature, routes=batch.padded_routes
             )
-            agreement.add(actor)
-            if actor.reports_rows:
-                for whole, of_rows in zip((logprobs, entropy), values, strict=True):
-                    whole |= row_values(numbers, of_rows, reading.lengths)
-        return logprobs, entropy
+            if actor.router_agreement is not None:
+                agreement.add_(actor.router_agreement)
+            return values
 
-    def _read_critic(self, reading: _Reading) -> dict[int, Tensor]:
-        """Values of this rank's rows; {} on a rank without critic."""
+        return reading.values(actor, read, "old_logprobs", "entropy", micro_batches=reading.as_trained)
+
+    def _read_critic(self, reading: _Reading) -> dict[str, dict[int, Tensor]]:
+        """Values of this rank's rows, without entries on a rank without critic."""
         reader = self._reader_of_values
-        return reading.values(reader, lambda batch: values_before(reader(batch.input_ids, batch.attention_mask)))
+        return reading.values(
+            reader, lambda batch: (values_before(reader(batch.input_ids, batch.attention_mask)),), "old_values"
+        )
 
-    def _logprobs_of(self, engine: Reader) -> Callable[[Rollout], Tensor]:
+    def _logprobs_of(self, engine: Reader) -> Callable[[Rollout], tuple[Tensor, ...]]:
         temperature = self._config.sampling.temperature
-        return lambda batch: engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)[0]
+        return lambda batch: engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)[:1]
 
 
 class _Reading:
     """A pass of models over a rollout: the rows that this rank reads, in the micro-batches of a plan."""
 
     def __init__(
-        self, plan: MiniBatchPlan, rollout: Rollout, readers: Sequence[Reader], reward: Reward | None = None
+        self,
+        plan: MiniBatchPlan,
+        rollout: Rollout,
+        readers: Sequence[Reader],
+        reward: Reward | None = None,
+        *,
+        trained: Reader | None = None,
+        skips_first: bool = False,
     ) -> None:
-        """Bring the rows of all readers, and of a reward, to this rank. Every rank calls."""
+        """Bring the rows of all readers, and of a reward, to this rank. Every rank calls.
+
+        `trained` reads in the micro-batches of its updates, without the first mini-batch if `skips_first`.
+        """
+        self.as_trained: list[list[int | None]] = []
+        if trained is not None:
+            read = replace(plan, rows=plan.rows[1:]) if skips_first else plan
+            place = trained.world, trained.tensor_parallel, trained.shares_prefixes
+            self.as_trained = read.micro_batches(*place, as_trained=True)
         self.micro_batches_on = functools.cache(plan.micro_batches)
         self.lengths = plan.index.lengths
         rewarded = [] if reward is None else reward.micro_batches(self.micro_batches_on)
-        self.rows = plan.index.fetch(rollout, chain(rewarded, *map(self._numbers, readers)))
+        self.rows = plan.index.fetch(rollout, chain(rewarded, self.as_trained, *map(self._numbers, readers)))
 
-    def micro_batches(self, reader: Reader) -> Iterator[tuple[list[int | None], Rollout]]:
-        """Numbers of the rows of each micro-batch of a reader, and the micro-batch on the device."""
-        return ((numbers, self.rows(numbers)) for numbers in self._numbers(reader))
-
-    def values(self, reader: Reader, read: Callable[[Rollout], Tensor]) -> dict[int, Tensor]:
-        """`read(micro-batch)` [n, t] of the rows that this rank reports, by row."""
-        values: dict[int, Tensor] = {}
-        for numbers, batch in self.micro_batches(reader):
-            of_rows = read(batch)
-            if reader.reports_rows:
-                values |= row_values(numbers, of_rows, self.lengths)
-        return values
+    def values(
+        self,
+        reader: Reader,
+        read: Callable[[Rollout], tuple[Tensor, ...]],
+        *names: str,
+        micro_batches: Sequence[list[int | None]] | None = None,
+    ) -> dict[str, dict[int, Tensor]]:
+        """The named values [n, t] that `read` returns of a micro-batch, by row, of the rows that this rank reports;
+        None: the micro-batches of a reader that is not trained. They come to the host by one copy at the end."""
+        parts = self._numbers(reader) if micro_batches is None else micro_batches
+        # [n, t, names]
+        found = [(numbers, torch.stack(read(self.rows(numbers)), dim=2)) for numbers in parts]
+        of_rows = row_values(found if reader.reports_rows else [], self.lengths)
+        return {
+            name: {number: values[:, place] for number, values in of_rows.items()} for place, name in enumerate(names)
+        }
 
     def _numbers(self, reader: Reader) -> list[list[int | None]]:
-        return self.micro_batches_on(reader.world, reader.tensor_parallel)
+        return self.micro_batches_on(reader.world, reader.tensor_parallel, reader.shares_prefixes)
 
 
 def score_penalties(

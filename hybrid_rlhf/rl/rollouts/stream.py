@@ -33,7 +33,6 @@ from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.rollouts.in_flight import AssignedPrompt, begun_state, restored_completions
 from hybrid_rlhf.rl.rollouts.live import LiveBatch, Ticket
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
-from hybrid_rlhf.rl.sharing import restored_rows
 from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
@@ -47,7 +46,7 @@ class _Step:
     prompts: list[AssignedPrompt]
     """Those that this rank samples, with their completions before this time slice."""
     ticket: Ticket | None = None
-    """The prompts in the live batch; none: they were not added."""
+    """The prompts in the live batch; None if they were not added."""
 
 
 class StepStream:
@@ -92,7 +91,6 @@ class StepStream:
         """Time when the last rollout was complete."""
         self._measured = (time.perf_counter(), 0.0)
         """Time of the last step's idle time, and idle time by then."""
-        self._tensors: dict[str, Tensor] = {}
 
     @property
     def has_next(self) -> bool:
@@ -189,10 +187,11 @@ class StepStream:
         """The steps in flight, for a checkpoint."""
         return [{"step": step, "rows": ahead.rows} for step, ahead in self._ahead.items()]
 
-    def carried_state(self, world: World) -> dict[str, Any] | None:
-        """The completions so far, for a checkpoint; None without a lag. Every rank calls."""
+    def carried_state(self, world: World) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+        """The completions so far, for a checkpoint, None without a lag; and the tensors of those of this rank, by name.
+        Every rank calls."""
         if not self.max_lag and not self._ahead:
-            return None
+            return None, {}
         live = self.sampler.live
         tickets = [ahead.ticket for ahead in self._ahead.values() if ahead.ticket is not None]
         in_batch = iter([] if live is None else live.begun(tickets))
@@ -203,18 +202,13 @@ class StepStream:
             if prompt.begun
         ]
         sends = self.sampler.engine.generation_world.is_main  # ranks that share the model have the same completions
-        self._tensors, reasons = begun_state(numbered * sends, world)
-        return {"finish_reasons": reasons}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Tensors of this rank's completions so far, by name; call after `carried_state`."""
-        return self._tensors
+        tensors, reasons = begun_state(numbered * sends, world)
+        return {"finish_reasons": reasons}, tensors
 
     def load_state_dict(
         self,
         state: Sequence[Mapping[str, Any]],
         shards: Sequence[Mapping[str, Tensor]],
-        world: World,
         carried: Mapping[str, Any] | None = None,
     ) -> None:
         """Restore the state of a checkpoint, with the tensors of each of its ranks.
@@ -223,9 +217,7 @@ class StepStream:
             UserError: on every rank, when an earlier version wrote the checkpoint with rollout.async_sampling or
                 rollout.partial.
         """
-        sampled = [
-            entry["step"] for entry in state if restored_rows(Rollout, shards, f"ahead.{entry['step']}.", {}, world)
-        ]
+        sampled = any(name.startswith("ahead.") for shard in shards for name in shard)
         require(
             not sampled and not (carried and carried.get("prompts")),
             "the checkpoint holds completions of rollout.async_sampling or rollout.partial, got rollout.max_lag "

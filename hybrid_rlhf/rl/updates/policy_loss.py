@@ -30,6 +30,10 @@ ROUTES_USED = ("routes_used", "routes_recorded")
 """Stats of a loss on completions with recorded experts: number of experts that the routers used, and of all."""
 
 
+COMPARED = ("sampler_difference", "compared_tokens")
+"""Stats of the first loss on a rollout whose old log-probs are the sampler's: sum of their differences, in nats."""
+
+
 @dataclass(frozen=True)
 class MiniBatch:
     """Values of a mini-batch that the loss of its micro-batches needs."""
@@ -46,6 +50,8 @@ class MiniBatch:
     """Tokens of the algorithm's `extra_loss` over all ranks; 0 without."""
     entropy_coef: float | None = None
     """Weight of the entropy bonus; None: that of the settings."""
+    is_first: bool = False
+    """True if no update has been made from the rollout, so that the current log-probs are the old ones."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +81,27 @@ class PolicyLoss:
         self._max_tokens = max_tokens
 
     def __call__(self, batch: Batch, mini_batch: MiniBatch) -> tuple[LossSum, Tensor]:
-        """The loss on a micro-batch [n, t], and the current log-probs [n, t] without gradient."""
+        """The loss on a micro-batch [n, t], which is on the host, and the current log-probs [n, t] without gradient."""
         config = self._config
         rollout = batch.rollout
         actor = self._actor
-        mask = rollout.response_mask
         logprobs, entropy = actor(
-            rollout.input_ids, rollout.attention_mask, mask, self._temperature, routes=rollout.padded_routes
+            rollout.input_ids,
+            rollout.attention_mask,
+            rollout.response_mask,
+            self._temperature,
+            routes=rollout.padded_routes,
         )
+        batch = batch.for_loss(actor.device)
+        rollout = batch.rollout
+        mask = rollout.response_mask
         current = logprobs.detach()
-        if not config.reads_old_logprobs:
+        compared: dict[str, Tensor] = {}
+        if config.reads_sampler:
+            if mini_batch.is_first:
+                difference = (current - rollout.sampled_logprobs).abs()
+                compared = dict(zip(COMPARED, (masked_sum(difference, mask=mask), mask.sum()), strict=True))
+        elif not config.reads_old_logprobs or (mini_batch.is_first and config.defers_old_logprobs):
             rollout = replace(rollout, old_logprobs=current)
             batch = replace(batch, rollout=rollout)
         correction = self._correction(rollout)
@@ -98,7 +115,7 @@ class PolicyLoss:
             kept=None if correction is None or correction.counts_masked else correction.weights,
             kept_tokens=mini_batch.kept_tokens,
         )
-        stats: dict[str, Tensor] = {}
+        stats = compared
         if (agreement := actor.router_agreement) is not None:
             stats |= dict(zip(ROUTES_USED, agreement, strict=True))
         if correction is not None:

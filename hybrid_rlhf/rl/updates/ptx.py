@@ -35,8 +35,7 @@ class PtxBatches:
         """Its state is the position, which is restored before the first batch is taken."""
         self._parts = self.loader.iterate()
         self._pad_token_id = pad_token_id
-        self._device = world.device
 
     def __next__(self) -> list[TokenBatch]:
         """Return the micro-batches of the next update."""
-        return [collate_tokens(part, self._pad_token_id).to(self._device) for part in next(self._parts)]
+        return [collate_tokens(part, self._pad_token_id) for part in next(self._parts)]

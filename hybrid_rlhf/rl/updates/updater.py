@@ -21,6 +21,7 @@ from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import UpdateStats
 from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.functional.losses import LossSum, ppo_value_loss, sft_loss
+from hybrid_rlhf.functional.transfers import moved
 from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
 from hybrid_rlhf.models.policy import values_before
@@ -29,8 +30,8 @@ from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.mini_batches import MiniBatchPlan
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.sharing import LocalRows, RowIndex, row_values
-from hybrid_rlhf.rl.types import ROUTER_AGREEMENT, Batch, Rollout
-from hybrid_rlhf.rl.updates.policy_loss import ROUTES_USED, MiniBatch, PolicyLoss
+from hybrid_rlhf.rl.types import ROUTER_AGREEMENT, Batch, Rollout, TrainedTokens
+from hybrid_rlhf.rl.updates.policy_loss import COMPARED, ROUTES_USED, MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.world import World
 
@@ -40,6 +41,9 @@ class LastLogprobs:
 
     def __init__(self) -> None:
         self._values: dict[int, Tensor] = {}
+        self._added: list[tuple[Sequence[int | None], Tensor]] = []
+        """Micro-batches since `_fetch`, on the device."""
+        self._lengths = torch.zeros(0)
         self._known: set[int] = set()
         """Rows with an update, over all ranks."""
 
@@ -56,6 +60,7 @@ class LastLogprobs:
 
     def tensors(self) -> dict[str, Tensor]:
         """The log-probs of this rank's rows, one row after the other; {} without rows."""
+        self._fetch()
         if not self._values:
             return {}
         values = list(self._values.values())
@@ -64,17 +69,31 @@ class LastLogprobs:
 
     def begin(self, rows: Sequence[int]) -> None:
         """Begin an update of these rows, over all ranks: discard the log-probs of their earlier updates."""
+        self._fetch()
         for row in rows:
             self._values.pop(row, None)
         self._known.update(rows)
 
     def add(self, rows: Sequence[int | None], logprobs: Tensor, lengths: Tensor) -> None:
         """Store the log-probs [n, t] of a micro-batch of this rank, from the lengths [N] of all rows."""
-        self._values |= row_values(rows, logprobs, lengths)
+        self._added.append((rows, logprobs))
+        self._lengths = lengths
+
+    def _fetch(self) -> None:
+        self._values |= row_values(self._added, self._lengths)
+        self._added = []
 
     def collect(self, index: RowIndex, *, width: int) -> Tensor:
         """[n, T] log-probs of the rows that this rank holds, 0 in rows without an update. Every rank calls."""
+        self._fetch()
         return index.collect({"logprobs": self._values}, width=width)["logprobs"]
+
+    def fill(self, rollout: Rollout, index: RowIndex) -> Rollout:
+        """The rollout with these log-probs as the old ones of their rows. Every rank calls."""
+        assert rollout.old_logprobs is not None
+        known = torch.tensor([row in self._known for row in index.mine], dtype=torch.bool)
+        found = self.collect(index, width=rollout.input_ids.shape[1])
+        return replace(rollout, old_logprobs=torch.where(known[:, None], found, rollout.old_logprobs))
 
     def ratios(self, old_logprobs: Tensor, index: RowIndex) -> Tensor:
         """[n, T] p(last update) / p(before the updates), NaN in rows without an update; every rank calls."""
@@ -114,8 +133,8 @@ class UpdateReport:
     """Result of the updates from one rollout."""
 
     metrics: dict[str, float]
-    trained_tokens: float
-    """Real tokens of the mini-batches of all updates, over all ranks."""
+    trained_tokens: TrainedTokens
+    """Over all ranks."""
     operations: float
     """Floating-point operations of all updates, over all ranks."""
     batch: Batch
@@ -237,7 +256,7 @@ class Updater:
         train_actor: bool = True,
         progress: Progress | None = None,
         keeps_ratios: bool = False,
-        between: Callable[[Progress], None] = lambda progress: None,
+        between: Callable[[Batch, Progress], None] = lambda batch, progress: None,
     ) -> UpdateReport:
         """Pass over a batch once per plan. Every rank of the run calls, and updates the roles that it has; on disjoint
         ranks actor and critic learn at the same time.
@@ -250,20 +269,17 @@ class Updater:
             train_actor: true to train actor and critic, false to train the critic alone.
             progress: updates made from this batch before the run was interrupted.
             keeps_ratios: true to report the ratio of each token.
-            between: called before each update.
+            between: called before each update, with the batch as the later updates read it.
 
         Raises:
             ValueError: if the plans have completions that are not learned from (`Rollout.learned`).
         """
         progress = progress or Progress(self._world.device)
-        policy_sums = progress.sums["policy"]
-        stats = progress.stats
-        actor = self._roles.actor
-        critic = self._roles.critic
         rollout = batch.rollout
-        assert rollout.old_logprobs is not None
-        computes_old = train_actor and not self._config.reads_old_logprobs
-        keeps_ratios = keeps_ratios and train_actor and self._config.reads_old_logprobs
+        fills_first = train_actor and self._config.defers_old_logprobs
+        knows_old = self._config.reads_old_logprobs or self._config.reads_sampler
+        computes_old = train_actor and not knows_old
+        keeps_ratios = keeps_ratios and train_actor and knows_old
         if progress.last is None and (computes_old or keeps_ratios):
             progress.last = LastLogprobs()
         last = progress.last
@@ -271,46 +287,74 @@ class Updater:
         rows = [row for number in range(len(plans[0].rows)) for row in plans[0].rows_of(number)]
         if rollout.learned is not None and not bool(index.gather(rollout.learned)[rows].all()):
             raise ValueError("plans must have no completions that are not learned from: plan the batch's rollout")
-        for number, mini_batch in enumerate(self._mini_batches(batch, plans, kl_coef, entropy_coef)):
-            if number < progress.updates:
+        done = progress.updates
+        for epoch, plan in enumerate(plans):
+            for number, mini_batch in enumerate(self._mini_batches(batch, plan, kl_coef, entropy_coef)):
+                if epoch * len(plan.rows) + number < done:
+                    continue
+                between(batch, progress)
+                is_first = epoch == number == 0
+                first = LastLogprobs() if fills_first and is_first else None
+                kept = [each for each in (first, last) if each is not None]
+                if is_first:
+                    mini_batch = replace(mini_batch, inputs=replace(mini_batch.inputs, is_first=True))
+                goes_on = self._update_once(mini_batch, progress, kept, train_actor=train_actor)
+                if first is not None:
+                    batch = replace(batch, rollout=first.fill(batch.rollout, index))
+                if not goes_on:
+                    break
+            else:
                 continue
-            between(progress)
-            if last is not None:
-                last.begin(mini_batch.rows)
-            seen = policy_sums.total("approxkl")
-            if train_actor and actor.world.is_member:
-                stats["actor"] = self._update_actor(actor, mini_batch, progress, last)
-            if critic is not None and critic.world.is_member:
-                stats["critic"] = self._update_critic(critic, mini_batch, progress)
-            progress.updates += 1
-            if train_actor and self._exceeds_target(policy_sums.total("approxkl") - seen, mini_batch.inputs.tokens):
-                break
+            break
+        rollout = batch.rollout
+        assert rollout.old_logprobs is not None
         self._roles.synchronize_versions()
         ratios = last.ratios(rollout.old_logprobs, index) if last is not None and keeps_ratios else None
         if last is not None and computes_old:
-            current = last.collect(index, width=rollout.input_ids.shape[1])
-            if rollout.learned is not None:  # the forward of the update does not read the others
-                current = torch.where(rollout.learned[:, None], current, rollout.old_logprobs)
-            batch = replace(batch, rollout=replace(rollout, old_logprobs=current))
+            batch = replace(batch, rollout=last.fill(rollout, index))
         passes = progress.updates / len(plans[0].rows)
         learners = [learner for role, learner in self._roles.learners.items() if train_actor or role != "actor"]
         lengths, head_tokens = index.lengths[rows], float(index.responses[rows].sum())
+        needed = sum(each.operations.of_rows(lengths, head_tokens=head_tokens) for each in learners) * passes
+        saved = [progress.sums[name].total(stat) for name in ("policy", "value") for stat in _SAVED]
+        of_policy, saved_by_policy, of_value, saved_by_value = self._world.all_reduce(torch.stack(saved)).tolist()
+        shared = of_policy if train_actor else of_value
         return UpdateReport(
             self._metrics(progress),
-            float(lengths.sum()) * passes,
-            sum(each.operations.of_rows(lengths, head_tokens=head_tokens) for each in learners) * passes,
+            TrainedTokens(float(lengths.sum()) * passes - shared, shared, passes),
+            needed - saved_by_policy - saved_by_value,
             batch,
             self._skipped(progress, rollout, index),
             ratios,
         )
 
+    def _update_once(
+        self, mini_batch: _MiniBatchRows, progress: Progress, kept: Sequence[LastLogprobs], *, train_actor: bool
+    ) -> bool:
+        """Update the roles that this rank has; False if the actor has gone too far for another update."""
+        policy_sums = progress.sums["policy"]
+        actor = self._roles.actor
+        critic = self._roles.critic
+        for each in kept:
+            each.begin(mini_batch.rows)
+        seen = policy_sums.total("approxkl")
+        if train_actor and actor.world.is_member:
+            progress.stats["actor"] = self._update_actor(actor, mini_batch, progress, kept)
+        if critic is not None and critic.world.is_member:
+            progress.stats["critic"] = self._update_critic(critic, mini_batch, progress)
+        progress.updates += 1
+        change = policy_sums.total("approxkl") - seen
+        return not (train_actor and self._exceeds_target(change, mini_batch.inputs.tokens))
+
     def value_loss(self, critic: RoleModel, batch: Batch) -> LossSum:
         """The critic's loss on a micro-batch."""
+        values = values_before(critic(batch.rollout.input_ids, batch.rollout.attention_mask))
+        batch = batch.for_loss(critic.device)
         rollout = batch.rollout
         returns = batch.returns
         assert rollout.old_values is not None and returns is not None
         return ppo_value_loss(
-            values_before(critic(rollout.input_ids, rollout.attention_mask)),
+            values,
             old_values=rollout.old_values,
             returns=returns,
             mask=rollout.response_mask,
@@ -318,25 +362,24 @@ class Updater:
         )
 
     def _mini_batches(
-        self, batch: Batch, plans: Sequence[MiniBatchPlan], kl_coef: float, entropy_coef: float | None
+        self, batch: Batch, plan: MiniBatchPlan, kl_coef: float, entropy_coef: float | None
     ) -> Iterator[_MiniBatchRows]:
-        """The mini-batches of all epochs; the rows of an epoch come to the ranks that compute them at its beginning."""
+        """The mini-batches of an epoch, whose rows come to the ranks that compute them at its beginning."""
         counted = self._correction is None or self._correction.count_masked
         kept = batch.rollout.response_mask if counted else self.policy_loss.kept(batch.rollout)
-        kept_per_row = None if counted else plans[0].index.gather(kept.sum(dim=1))
+        kept_per_row = None if counted else plan.index.gather(kept.sum(dim=1))
         extra = self._algorithm.extra_tokens(batch.rollout)
-        extra_per_row = None if extra is None else plans[0].index.gather((extra & kept).sum(dim=1))
+        extra_per_row = None if extra is None else plan.index.gather((extra & kept).sum(dim=1))
         learners = {role.world for role in self._roles.learners.values() if role.world.is_member}
-        for plan in plans:
-            parts = {world: plan.mini_batches(world) for world in learners}
-            local = plan.index.fetch(batch, chain.from_iterable(chain.from_iterable(parts.values())))
-            for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):
-                rows = plan.rows_of(number)
-                kept_tokens = None if kept_per_row is None else float(kept_per_row[rows].sum())
-                extra_tokens = 0.0 if extra_per_row is None else float(extra_per_row[rows].sum())
-                inputs = MiniBatch(tokens, sequences, kl_coef, kept_tokens, extra_tokens, entropy_coef)
-                micro_batches = {world: of_world[number] for world, of_world in parts.items()}
-                yield _MiniBatchRows(rows, micro_batches, local, plan.index.lengths, inputs)
+        parts = {world: plan.mini_batches(world) for world in learners}
+        local = plan.index.fetch(batch, chain.from_iterable(chain.from_iterable(parts.values())))
+        for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):
+            rows = plan.rows_of(number)
+            kept_tokens = None if kept_per_row is None else float(kept_per_row[rows].sum())
+            extra_tokens = 0.0 if extra_per_row is None else float(extra_per_row[rows].sum())
+            inputs = MiniBatch(tokens, sequences, kl_coef, kept_tokens, extra_tokens, entropy_coef)
+            micro_batches = {world: of_world[number] for world, of_world in parts.items()}
+            yield _MiniBatchRows(rows, micro_batches, local, plan.index.lengths, inputs)
 
     def _exceeds_target(self, approxkl: torch.Tensor, tokens: float) -> bool:
         """Return True if the mini-batch's mean approxkl exceeds the target, which ends the updates; the same on every
@@ -350,24 +393,25 @@ class Updater:
         actor: RoleModel,
         mini_batch: _MiniBatchRows,
         progress: Progress,
-        last: LastLogprobs | None,
+        kept: Sequence[LastLogprobs],
     ) -> UpdateStats:
         sums = progress.sums
         micro_batches = mini_batch.micro_batches[actor.world]
         losses = []
         for rows in micro_batches:
             loss, current = self.policy_loss(mini_batch.local(rows), mini_batch.inputs)
+            loss = _with_saved(loss, actor)
             actor.backward(loss.total, count=mini_batch.inputs.tokens)
             sums["policy"].add(loss)
             losses.append(loss.total.detach())
-            if last is not None:
-                last.add(rows, current, mini_batch.lengths)
+            for each in kept:
+                each.add(rows, current, mini_batch.lengths)
         if self.ptx is not None:
             texts = next(self.ptx)
             ptx_count = global_count(sum(int(text.loss_mask.sum()) for text in texts), actor.world)
             for text in texts:
                 predicted, _ = actor(text.input_ids, text.attention_mask, text.loss_mask)
-                loss = sft_loss(predicted, mask=text.loss_mask)
+                loss = sft_loss(predicted, mask=moved(text.loss_mask, actor.device))
                 actor.backward(self._ptx_coef * loss.total, count=ptx_count)
                 sums["ptx"].add(loss)
         stats = actor.step()
@@ -386,7 +430,7 @@ class Updater:
         micro_batches = mini_batch.micro_batches[critic.world]
         losses = []
         for rows in micro_batches:
-            loss = self.value_loss(critic, mini_batch.local(rows))
+            loss = _with_saved(self.value_loss(critic, mini_batch.local(rows)), critic)
             critic.backward(loss.total, count=mini_batch.inputs.tokens)
             progress.sums["value"].add(loss)
             losses.append(loss.total.detach())
@@ -401,7 +445,7 @@ class Updater:
         if not roles:
             return None
         numbers = sorted({*chain.from_iterable(progress.skipped.values())})
-        return SkippedRows(roles, index.fetch(rollout, [numbers]).on_host(numbers), numbers)
+        return SkippedRows(roles, index.fetch(rollout, [numbers])(numbers), numbers)
 
     def _metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the updates, the same on every rank."""
@@ -424,12 +468,26 @@ class Updater:
                 role_metrics |= {name: means[key] for name, key in _POLICY_METRICS.items() if key in means}
                 used, recorded = (means.get(name, 0.0) for name in ROUTES_USED)
                 role_metrics |= {ROUTER_AGREEMENT: used / recorded} if recorded else {}
+                difference, compared = (means.get(name, 0.0) for name in COMPARED)
+                role_metrics |= {"rollout/logprob_abs_diff_mean": difference / compared} if compared else {}
                 if squares := means.get("correction_squares"):
                     role_metrics["rollout/effective_samples"] = means["correction"] ** 2 / squares
                 if self.ptx is not None:
                     role_metrics["loss/ptx"] = sums["ptx"].means(world)["loss"]
             metrics |= role_metrics if world.is_main else {}
         return metrics
+
+
+_SAVED = ("shared_tokens", "saved_operations")
+"""Stats of a loss: tokens and operations that its forward did not repeat."""
+
+
+def _with_saved(loss: LossSum, learner: RoleModel) -> LossSum:
+    """A loss with the stats of the last forward."""
+    tokens = learner.saved_rows
+    values = float(sum(tokens)), learner.operations.of_rows(torch.tensor(tokens), head_tokens=0.0)
+    saved = torch.tensor(values, dtype=torch.float64).unbind()
+    return LossSum(loss.total, loss.count, {**loss.stats, **dict(zip(_SAVED, saved, strict=True))})
 
 
 _POLICY_METRICS = {

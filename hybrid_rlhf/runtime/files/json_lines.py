@@ -9,11 +9,12 @@ import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.durable import flush
 from hybrid_rlhf.runtime.observability.logs import logger
 
 MAX_PENDING_BYTES = 64 * 2**20
@@ -25,9 +26,8 @@ class JsonLinesFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: int | None = None
-        self._complete_bytes = 0
-        """Size of the file up to its last complete line."""
+        self._complete_bytes: int | None = None
+        """Size of the file up to its last complete line, if a partial one may follow."""
         self._pending: deque[bytes] = deque()
         self._pending_bytes = self._lost = 0
         self._is_failing = self._has_failed_flush = False
@@ -47,33 +47,29 @@ class JsonLinesFile:
         """Flush the lines to disk."""
         self._write()
         try:
-            if self._file is not None:
-                os.fsync(self._file)
+            if self._path.exists():
+                flush(self._path)
         except OSError as error:
             if not self._has_failed_flush:
                 logger.warning("%s cannot be flushed to disk (%s): a crash may lose lines", self._path, error.strerror)
             self._has_failed_flush = True
 
     def close(self) -> None:
-        """Write pending lines, if the disk accepts them now, and close the file."""
+        """Write pending lines, if the disk accepts them now."""
         self._write()
         if self._pending:
             logger.warning("%s lacks its last %d lines, which could not be written", self._path, len(self._pending))
-        self._close()
 
     def _write(self) -> None:
+        if not self._pending:
+            return
         try:
-            if self._pending:
-                self._write_pending()
+            self._write_pending()
         except OSError as error:
             if not self._is_failing:
                 reason = error.strerror or type(error).__name__
                 logger.warning("%s cannot be written (%s): its lines are kept in memory", self._path, reason)
             self._is_failing = True
-            with contextlib.suppress(OSError):  # repeated before the next write
-                if self._file is not None:
-                    os.ftruncate(self._file, self._complete_bytes)
-            self._close()
             return
         if self._is_failing:
             lost = f", {self._lost} lines are lost" if self._lost else ""
@@ -82,31 +78,26 @@ class JsonLinesFile:
             self._lost = 0
 
     def _write_pending(self) -> None:
-        if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            self._close()  # the file has been removed: create a new one
-        if self._file is None:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            size = os.fstat(self._file).st_size
-            self._complete_bytes = min(size, self._complete_bytes) if self._is_failing else size
-        if self._is_failing:
-            os.ftruncate(self._file, self._complete_bytes)
-        content = memoryview(b"".join(self._pending))
-        while content:
-            content = content[os.write(self._file, content) :]
-        self._complete_bytes = os.fstat(self._file).st_size
+        with self._path.open("ab", buffering=0) as file:  # opened each time: the file may have been removed
+            if self._complete_bytes is not None:
+                file.truncate(min(self._complete_bytes, file.tell()))
+            self._complete_bytes = file.seek(0, os.SEEK_END)
+            content = memoryview(b"".join(self._pending))
+            try:
+                while content:
+                    content = content[file.write(content) :]
+            except OSError:
+                with contextlib.suppress(OSError):  # repeated before the next write
+                    file.truncate(self._complete_bytes)
+                raise
+        self._complete_bytes = None
         self._pending.clear()
         self._pending_bytes = 0
 
-    def _close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # write has already reported any error
-                os.close(self._file)
-            self._file = None
-
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, each with a `step`, up to the first that is incomplete."""
-    return [line for line, _ in _parsed(path)]
+    """The lines of a file, each with a `step`, up to the first that is incomplete; [] without the file."""
+    return [line for line, _ in parse_lines(path.read_bytes())] if path.exists() else []
 
 
 def drop_lines_after(path: Path, step: int) -> None:
@@ -117,21 +108,19 @@ def drop_lines_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    complete = b"".join(raw + b"\n" for line, raw in _parsed(path) if line["step"] <= step)
-    if complete != path.read_bytes():
+    content = path.read_bytes()
+    complete = b"".join(raw + b"\n" for line, raw in parse_lines(content) if line["step"] <= step)
+    if complete != content:
         write_whole(path, complete)
 
 
-def _parsed(path: Path) -> list[tuple[dict[str, Any], bytes]]:
-    if not path.exists():
-        return []
-    lines = []
-    for raw in path.read_bytes().splitlines():
+def parse_lines(content: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Objects with a `step` and their lines, up to the first line that is none."""
+    for raw in content.splitlines():
         try:
             line = json.loads(raw)
         except ValueError:
-            break
+            return
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            break
-        lines.append((line, raw))
-    return lines
+            return
+        yield line, raw

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; raise NotJSON for a repeated key, of which the parser would silently take the last."""
     content = dict(pairs)
     if len(content) < len(pairs):
-        seen = set[str]()
-        double = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        [(double, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise NotJSON(f"a key is given once, {double!r} is repeated")
     return content

@@ -3,62 +3,32 @@
 The operating system closes the sockets of a process that dies, even if its main thread is blocked, and TCP keep-alive
 fails the connection to a host that vanishes. A connection that ends without an exit notice therefore means that the
 rank died; this is detected within 25 seconds, while with NCCL alone the other ranks would wait for the timeout of their
-collective. A busy process keeps its connections. Messages are JSON, one per line.
+collective. A busy process keeps its connections. Messages are JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import secrets
-import selectors
 import socket
 import time
 import weakref
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from hybrid_rlhf.runtime.world import World
 
 _CONNECT_SECONDS = 30.0
-_SEND_SECONDS = 1.0
-_MAX_HANDSHAKE_BYTES = 512
-_READY = b"+"
-"""Sent to every rank once all are connected. Until a rank has received it, it sends only its handshake."""
-_MAX_LINE_BYTES = 2**16
+_TOKEN_BYTES = 32
+_RANK_BYTES = 4
+_MAX_MESSAGE_BYTES = 2**16
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 """Names on Linux: seconds, seconds, tries, milliseconds. Other systems keep their defaults for missing ones."""
 
 Message = dict[str, Any]
-_open: weakref.WeakSet[HeartbeatChannel] = weakref.WeakSet()
-
-
-class _Peer:
-    """One connection, read line by line."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self._buffer = b""
-        self.has_exited = False
-        connection.settimeout(_SEND_SECONDS)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for name, value in _KEEP_ALIVE.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    def lines(self, max_bytes: int) -> list[bytes]:
-        """The lines that one read completes; call it if the socket is readable.
-
-        Raises:
-            OSError: if the connection has ended or a line is longer than `max_bytes`.
-        """
-        read = self.socket.recv(max_bytes)
-        *lines, self._buffer = (self._buffer + read).split(b"\n")
-        if not read or len(self._buffer) > max_bytes:
-            raise ConnectionResetError("the connection has ended")
-        return lines
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class HeartbeatChannel:
@@ -70,139 +40,116 @@ class HeartbeatChannel:
         Raises:
             ConnectionError: if a rank does not connect within 30 s.
         """
-        self.hosts = {world.rank: socket.gethostname()}
-        self._peers: dict[int, _Peer] = {}
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = os.pipe()
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self.hosts = dict(enumerate(world.all_gather_objects(socket.gethostname())))
+        self._connections: dict[int, Connection] = {}
+        self._exited: set[int] = set()
+        self._woken, self._wake = Pipe(duplex=False)
         if world.size > 1:
             self._connect(world)
-        for rank, peer in self._peers.items():
-            self._selector.register(peer.socket, selectors.EVENT_READ, rank)
-        _open.add(self)
 
     @property
     def peers(self) -> list[int]:
         """The connected ranks that have not sent an exit notice."""
-        return [rank for rank, peer in self._peers.items() if not peer.has_exited]
+        return [rank for rank in self._connections if rank not in self._exited]
 
     def send(self, message: Message) -> None:
-        """Send to all peers. Errors are ignored: `receive` reports a peer whose connection has ended."""
-        line = json.dumps(message).encode() + b"\n"
-        for peer in self._peers.values():
+        """Send to all peers; one with the key `exit` is an exit notice: they do not treat the end of the connection as
+        a death. Errors are ignored: `receive` reports a peer whose connection has ended."""
+        for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                peer.socket.sendall(line)
-
-    def send_exit_notice(self, message: Message) -> None:
-        """Send the last message: peers do not treat the end of this connection as a death."""
-        self.send({**message, "exit": True})
+                connection.send_bytes(json.dumps(message).encode())
 
     def wake(self) -> None:
         """Interrupt a `receive` that waits in another thread."""
-        os.write(self._wake_writer, b".")
+        self._wake.send_bytes(b"")
 
     def receive(self, timeout_seconds: float) -> list[tuple[int, Message | None]]:
         """Wait for messages and return them with their senders; None means that the rank died."""
         events: list[tuple[int, Message | None]] = []
-        for key, _ in self._selector.select(timeout_seconds):
-            if key.fd == self._wake_reader:
-                os.read(self._wake_reader, 1)
-                continue
-            peer = self._peers[key.data]
+        ready = wait([self._woken, *self._connections.values()], timeout_seconds)
+        if self._woken in ready:
+            self._woken.recv_bytes()
+        for rank, connection in [item for item in self._connections.items() if item[1] in ready]:
             try:
-                messages = [json.loads(line) for line in peer.lines(_MAX_LINE_BYTES)]
-            except OSError:
-                self._drop(key.data)
-                if not peer.has_exited:
-                    events.append((key.data, None))
+                message = json.loads(connection.recv_bytes(_MAX_MESSAGE_BYTES))
+            except (EOFError, OSError):
+                self._connections.pop(rank).close()
+                if rank not in self._exited:
+                    events.append((rank, None))
                 continue
-            peer.has_exited |= any("exit" in message for message in messages)
-            events += [(key.data, message) for message in messages]
+            if "exit" in message:
+                self._exited.add(rank)
+            events.append((rank, message))
         return events
 
     def close(self) -> None:
         """Close the connections; without an exit notice before it, peers treat this as a death."""
-        _open.discard(self)
-        for rank in list(self._peers):
-            self._drop(rank)
-        self._selector.close()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
-
-    def _drop(self, rank: int) -> None:
-        peer = self._peers.pop(rank)
-        self._selector.unregister(peer.socket)
-        peer.socket.close()
+        for connection in (*self._connections.values(), self._woken, self._wake):
+            connection.close()
 
     def _connect(self, world: World) -> None:
         one_host = world.local_size == world.size and bool({"LOCAL_WORLD_SIZE", "LOCAL_SIZE"} & os.environ.keys())
         address = "127.0.0.1" if one_host else os.environ["MASTER_ADDR"]
         if world.is_main:
-            token = secrets.token_hex(32)
-            with _listener(address, one_host=one_host) as listener:
-                world.broadcast_object((listener.getsockname()[1], token, self.hosts[0]))
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+            with socket.create_server((address if one_host else "", 0), family=family) as listener:
+                world.broadcast_object((listener.getsockname()[1], token))
                 self._accept(listener, token, world.size)
+            if missing := {*range(1, world.size)} - self._connections.keys():
+                raise ConnectionError(
+                    f"ranks {sorted(missing)} did not connect to rank 0 within {_CONNECT_SECONDS:g} s"
+                )
+            self.send({})
         else:
-            port, token, self.hosts[0] = world.broadcast_object((0, "", ""))
-            connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
-            connection.sendall(f"{token} {world.rank} {self.hosts[world.rank]}\n".encode())
-            if connection.recv(1) != _READY:
-                raise ConnectionError("rank 0 closed the heartbeat channel before all ranks were connected")
-            self._peers[0] = _Peer(connection)
+            port, token = world.broadcast_object((0, b""))
+            opened = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+            opened.sendall(token + world.rank.to_bytes(_RANK_BYTES, "big"))
+            self._connections[0] = _connection(opened)
+            try:
+                self._connections[0].recv_bytes()
+            except (EOFError, OSError) as error:
+                raise ConnectionError("rank 0 ended before all ranks were connected") from error
 
-    def _accept(self, listener: socket.socket, token: str, size: int) -> None:
-        """Accept one connection of every other rank and reject all others."""
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            while len(self._peers) < size - 1:
-                if time.monotonic() > deadline:
-                    missing = sorted({*range(1, size)} - self._peers.keys())
-                    raise ConnectionError(f"ranks {missing} did not connect to rank 0 within {_CONNECT_SECONDS:g} s")
-                for key, _ in selector.select(1.0):
-                    if key.fileobj is listener:
-                        peer = _Peer(listener.accept()[0])
-                        selector.register(peer.socket, selectors.EVENT_READ, peer)
-                    else:
-                        self._authenticate(key.data, selector, token)
-            for key in selector.get_map().values():
-                if key.fileobj is not listener:
-                    key.data.socket.close()
-        for peer in self._peers.values():
-            peer.socket.sendall(_READY)
-
-    def _authenticate(self, peer: _Peer, selector: selectors.BaseSelector, token: str) -> None:
-        """Read the handshake, `token rank host`; close the connection if the token is wrong."""
-        try:
-            lines = peer.lines(_MAX_HANDSHAKE_BYTES)
-        except OSError:
-            lines = [b""]
-        if not lines:
-            return
-        selector.unregister(peer.socket)
-        received, _, words = lines[0].partition(b" ")
-        if not secrets.compare_digest(received, token.encode()):
-            peer.socket.close()
-            return
-        rank, host = words.decode().split(" ")
-        self._peers[int(rank)] = peer
-        self.hosts[int(rank)] = host
+    def _accept(self, listener: socket.socket, token: bytes, size: int) -> None:
+        """Accept one connection of every other rank, whose first bytes are the token and its rank; close all others."""
+        until = time.monotonic() + _CONNECT_SECONDS
+        unknown: list[socket.socket] = []
+        while len(self._connections) < size - 1 and time.monotonic() < until:
+            for ready in wait([listener, *unknown], 1.0):
+                if ready is listener:
+                    unknown.append(listener.accept()[0])
+                    continue
+                assert isinstance(ready, socket.socket)
+                unknown.remove(ready)
+                first = b""
+                with contextlib.suppress(OSError):
+                    first = ready.recv(_TOKEN_BYTES + _RANK_BYTES)
+                if secrets.compare_digest(first[:_TOKEN_BYTES], token):
+                    self._connections[int.from_bytes(first[_TOKEN_BYTES:], "big")] = _connection(ready)
+                else:
+                    ready.close()
+        for stranger in unknown:
+            stranger.close()
 
 
-def _listener(address: str, *, one_host: bool) -> socket.socket:
-    """A listening socket on an address of this host; on all interfaces if other hosts use another address."""
-    family, *_, place = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
-    if one_host or not ipaddress.ip_address(str(place[0])).is_loopback:
-        with contextlib.suppress(OSError):
-            return socket.create_server((address, 0), family=family)
-    return socket.create_server(("", 0), family=family)
+def _connection(opened: socket.socket) -> Connection:
+    """A connection for messages, which ends if its other host vanishes, and in a forked child: a child must not keep it
+    open after its parent's death."""
+    opened.settimeout(None)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection = Connection(opened.detach())
+    _open.add(connection)
+    return connection
 
 
 def _close_in_child() -> None:
-    """A forked child must not keep its parent's connections open after the parent's death."""
-    for channel in _open:
-        for peer in channel._peers.values():
-            peer.socket.close()
+    for connection in _open:
+        connection.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

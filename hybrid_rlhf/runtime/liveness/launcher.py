@@ -14,6 +14,7 @@ covers neither `train.py`, which may be the grandparent, nor the two processes o
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -30,16 +31,15 @@ STARTED_BY = "HYBRID_RLHF_STARTED_BY"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _DEEPSPEED = "CROSS_RANK"
 _POLL_SECONDS = 1.0
-_watching = threading.Lock()
 
 
+@functools.cache
 def stop_with_launcher() -> None:
     """Stop this process with SIGTERM when its launcher dies; does nothing for a process without a launcher.
 
     Call it as early as possible: a launcher that dies before the call is not detected. Later calls do nothing.
     """
-    is_launched = any(name in os.environ for name in (STARTED_BY, _TORCHRUN, _DEEPSPEED))
-    if not is_launched or not _watching.acquire(blocking=False):
+    if not any(name in os.environ for name in (STARTED_BY, _TORCHRUN, _DEEPSPEED)):
         return
     started_by = os.environ.pop(STARTED_BY, None)  # child processes do not belong to that launcher
     try:

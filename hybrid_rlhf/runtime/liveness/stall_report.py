@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -24,13 +25,9 @@ from hybrid_rlhf.configs.sections.placement import in_words
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/deepspeed/comm/")
 _PACKAGE = str(Path(__file__).parents[2])
 _LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), "<")
-_WRAPPERS = tuple(
-    f"{_PACKAGE}/runtime/{name}.py"
-    for name in ("world", "observability/timers", "liveness/watchdog", "liveness/stall_report")
-)
+_WRAPPERS = tuple(f"{_PACKAGE}/runtime/{name}.py" for name in ("world", "observability/timers"))
 """Files whose frames do not show what a rank is doing."""
 _OUTSIDE = " (not in a collective)"
-_MAX_NAME_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -60,24 +57,21 @@ class RankReport:
 
 
 def report_rank(rank: int, phase: str, seconds: float) -> RankReport:
-    """Inspect the main thread of this process."""
-    threads = sys._current_frames()
-    frames = _stack(threads[threading.main_thread().ident or 0])
-    place = _place(frames)
+    """Inspect the main thread of this process; the watchdog's thread calls."""
+    stacks = {thread: [frame for frame, _ in walk_stack(top)] for thread, top in sys._current_frames().items()}
+    main = threading.main_thread()
+    frames = doing = stacks[main.ident or 0]
     if frames[0].f_code.co_filename == threading.__file__:  # it waits for another thread: report that thread
-        other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-        stacks = [_stack(threads[thread.ident or 0]) for thread in other_threads if thread.ident in threads]
-        # The newest thread that runs code of this project or of the user, except this one, the watchdog.
-        busy = [stack for stack in stacks if not _is_watchdog(stack) and any(_is_own(frame) for frame in stack)]
-        place = _place(busy[-1]) if busy else place
-    phase = phase[:_MAX_NAME_CHARACTERS]
-    place = place[:_MAX_NAME_CHARACTERS]
-    return RankReport(rank, phase, round(seconds, 1), place, _collective(frames), _started())
+        others = [thread for thread in threading.enumerate() if thread not in (main, threading.current_thread())]
+        # The newest thread that runs code of this project or of the user.
+        busy = [stack for thread in others if any(map(_is_own, stack := stacks.get(thread.ident or 0, [])))]
+        doing = busy[-1] if busy else frames
+    frame = next(filter(_is_own, doing), doing[0])
+    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+    return RankReport(rank, phase, seconds, place, _collective(frames), _started())
 
 
-def diagnose(
-    reports: Sequence[RankReport], *, silent: Collection[int] = (), hosts: Mapping[int, str] = MappingProxyType({})
-) -> str:
+def diagnose(reports: Sequence[RankReport], *, silent: Collection[int] = (), hosts: Mapping[int, str]) -> str:
     """One line that names the stalled ranks and the ranks that wait for them.
 
     Args:
@@ -85,21 +79,22 @@ def diagnose(
         silent: ranks that did not respond.
         hosts: the host of each rank; the stalled ranks are named with theirs if there are several.
     """
+    several = len({*hosts.values()}) > 1
+
+    def on(ranks: Collection[int]) -> str:
+        return f" ({', '.join(sorted({hosts[rank] for rank in ranks}))})" if several else ""
+
     stalled = [] if silent else _stalled(reports)
-    parts = [
-        f"{_ranks(ranks)}{_on(ranks, hosts)} {_verb(ranks, 'is', 'are')} stalled: {text}"
-        for text, ranks in _grouped(stalled, str)
-    ]
+    parts = [f"{_who(ranks, 'is', 'are', on(ranks))} stalled: {text}" for text, ranks in _grouped(stalled, str)]
     if silent:
-        verb = _verb(silent, "does", "do")
-        who = f"{_ranks(silent)}{_on(silent, hosts)}"
-        parts = [f"{who} {verb} not respond (stopped, or in C code that holds the interpreter lock)"]
+        who = _who(silent, "does", "do", on(silent))
+        parts = [f"{who} not respond (stopped, or in C code that holds the interpreter lock)"]
     elif not stalled:
         same = len({report.doing for report in reports}) == 1
         parts = [f"all ranks wait in {'one collective that does not end' if same else 'different collectives'}"]
     waiting = [report for report in reports if report not in stalled]
     for text, ranks in _grouped(waiting, lambda report: report.doing.removesuffix(_OUTSIDE)):
-        parts.append(f"{_ranks(ranks)} {_verb(ranks, 'waits', 'wait')}{' for it' * bool(stalled or silent)} {text}")
+        parts.append(f"{_who(ranks, 'waits', 'wait')}{' for it' * bool(stalled or silent)} {text}")
     return "; ".join(parts)
 
 
@@ -117,44 +112,16 @@ def _grouped(reports: Iterable[RankReport], text: Callable[[RankReport], str]) -
     return groups.items()
 
 
-def _verb(ranks: Collection[int], singular: str, plural: str) -> str:
-    return singular if len(ranks) == 1 else plural
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    """`rank 3`, or `ranks 0-5, 7`."""
-    return f"rank{'s' * (len(ranks) > 1)} {in_words(sorted(ranks)).replace(',', ', ')}"
-
-
-def _on(ranks: Collection[int], hosts: Mapping[int, str]) -> str:
-    """The hosts of ranks, in parentheses; "" if the run has one host."""
-    names = sorted({hosts[rank] for rank in ranks if rank in hosts})
-    return f" ({', '.join(names)})" if len({*hosts.values()}) > 1 else ""
-
-
-def _stack(frame: FrameType | None) -> list[FrameType]:
-    """The frames of a thread, innermost first."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
-def _place(frames: Sequence[FrameType]) -> str:
-    relevant = [frame for frame in frames if _is_own(frame)]
-    frame = relevant[0] if relevant else frames[0]
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+def _who(ranks: Collection[int], singular: str, plural: str, hosts: str = "") -> str:
+    """`rank 3 waits`, or `ranks 0-5, 7 (HOST) wait`."""
+    number, verb = ("", singular) if len(ranks) == 1 else ("s", plural)
+    return f"rank{number} {in_words(sorted(ranks)).replace(',', ', ')}{hosts} {verb}"
 
 
 def _is_own(frame: FrameType) -> bool:
     """Return True if a frame shows what the rank does: code of this project or of the user, except wrappers."""
     file = frame.f_code.co_filename
     return file not in _WRAPPERS and (file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES))
-
-
-def _is_watchdog(stack: Sequence[FrameType]) -> bool:
-    return any(frame.f_code.co_filename == __file__ for frame in stack)
 
 
 def _collective(frames: Sequence[FrameType]) -> str | None:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.runtime.liveness.heartbeats import HeartbeatChannel, Message
+from hybrid_rlhf.runtime.liveness.heartbeats import HeartbeatChannel
 from hybrid_rlhf.runtime.liveness.stall_report import RankReport, diagnose, report_rank
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState
 from hybrid_rlhf.runtime.world import World
@@ -124,71 +124,61 @@ class Watchdog:
             until = time.monotonic() + 2 * _GRACE_SECONDS
             while isinstance(self._error, RuntimeError) and time.monotonic() < until and self._channel.peers:
                 self._poll()
-            self._send_exit_notice(self._error)
+            self._send_exit_notice()
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _send_exit_notice(self, error: BaseException | None) -> None:
+    def _send_exit_notice(self) -> None:
+        error = self._error
         # all ranks stop together after SIGTERM
         if error is None or isinstance(error, SystemExit):
-            self._channel.send_exit_notice({})
+            self._channel.send({"exit": True})
             return
-        code = 2 if isinstance(error, UserError) else EXIT_CODE
-        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        self._channel.send_exit_notice({"failed": text[:2000], "who": self._world.name, "code": code})
+        is_users = isinstance(error, UserError)
+        text = str(error) if is_users else f"{type(error).__name__}: {error}"
+        reason = f"{self._world.name} stopped: {text[:2000]}"
+        code = 2 if is_users else EXIT_CODE
+        self._channel.send({"exit": True, "reason": reason, "code": code, "grace_seconds": _GRACE_SECONDS})
         # Only the first rank of a host prints a user's error: give rank 0 time to print that of another host.
         until = time.monotonic() + _EXIT_NOTICE_SECONDS
-        while code == 2 and self._channel.peers and time.monotonic() < until:
+        while is_users and self._channel.peers and time.monotonic() < until:
             self._channel.receive(until - time.monotonic())
 
     def _poll(self) -> None:
         """Receive messages for a short time, then check the time limits."""
-        timeout = min(_POLL_SECONDS, self._limit / 10) if self._limit else _POLL_SECONDS
         if self._limit:
             faulthandler.dump_traceback_later(self._limit + _MARGIN_SECONDS, exit=True, file=self._stacks)
-        for rank, message in self._channel.receive(timeout):
+        for rank, message in self._channel.receive(_POLL_SECONDS):
             if message is None:
                 who = f"rank {rank} ({self._channel.hosts[rank]})"
                 self._end(f"{who} died in {self.phase}; resume from the last checkpoint with --resume auto")
-            else:
-                self._handle(message)
+            elif "stalled" in message:
+                self._reports[rank] = RankReport(**message["stalled"])
+            elif "reason" in message and self._failure is None:
+                until = time.monotonic() + message["grace_seconds"]
+                self._failure = (until, message["reason"], message["code"])
         now = time.monotonic()
-        if self._limit and now - self._beat[1] > self._limit:
-            self._report_stall()
-        if self._stalled_since is not None:
-            self._end_if_diagnosed(now - self._stalled_since)
-        if self._failure is not None and now > self._failure[0]:
+        if self._failure is not None and now >= self._failure[0]:
             self._end(*self._failure[1:], reported=True)
-
-    def _handle(self, message: Message) -> None:
-        if "diagnosis" in message:
-            self._end(message["diagnosis"], message["code"], reported=True)
-        elif "stalled" in message:
-            report = RankReport(**message["stalled"])
-            self._reports[report.rank] = report
+        if self._reports or (self._limit and now - self._beat[1] > self._limit):
             self._report_stall()
-        elif "failed" in message and self._failure is None:
-            text = f"{message['who']} stopped: {message['failed']}"
-            self._failure = (time.monotonic() + _GRACE_SECONDS, text, message["code"])
 
     def _report_stall(self) -> None:
-        """Write the stacks and report this rank's activity once, on stderr and to the other ranks."""
-        if self._stalled_since is not None:
-            return
-        self._stalled_since = time.monotonic()
-        faulthandler.dump_traceback(file=self._stacks, all_threads=True)
-        rank = self._world.rank
-        (phase, since) = self._beat
-        mine = self._reports[rank] = report_rank(rank, phase, time.monotonic() - since)
-        _write_stderr(f"{self._world.name}: {mine}")
-        self._channel.send({"stalled": asdict(mine)})
-
-    def _end_if_diagnosed(self, waited_seconds: float) -> None:
-        """End the run when rank 0 has the reports of all ranks, or has waited long enough."""
-        is_main = self._world.is_main
+        """Report this rank's activity on stderr and to the other ranks; end the run when rank 0 has the reports of all
+        ranks, or has waited long enough."""
+        world = self._world
+        if self._stalled_since is None:
+            self._stalled_since = time.monotonic()
+            faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+            (phase, since) = self._beat
+            mine = self._reports[world.rank] = report_rank(world.rank, phase, time.monotonic() - since)
+            _write_stderr(f"{world.name}: {mine}")
+            self._channel.send({"stalled": asdict(mine)})
         peers = self._channel.peers
         silent = {*peers} - self._reports.keys()
-        if waited_seconds > (_REPORT_SECONDS if is_main else _DIAGNOSIS_SECONDS) or not (silent if is_main else peers):
+        waited_seconds = time.monotonic() - self._stalled_since
+        limit_seconds, awaited = (_REPORT_SECONDS, silent) if world.is_main else (_DIAGNOSIS_SECONDS, peers)
+        if waited_seconds > limit_seconds or not awaited:
             reports = [self._reports[rank] for rank in sorted(self._reports)]
             self._end(
                 f"{diagnose(reports, silent=silent, hosts=self._channel.hosts)}; stacks of all ranks: {self._folder}/; "
@@ -205,7 +195,7 @@ class Watchdog:
         if world.is_local_main or (not reported and world.rank == world.local_rank == 1):
             _write_stderr(f"error: {text}")
         if world.is_main:
-            self._channel.send_exit_notice({"diagnosis": text, "code": code})
+            self._channel.send({"exit": True, "reason": text, "code": code, "grace_seconds": 0})
             self._call_on_end(text)
         os._exit(code)
 

@@ -71,7 +71,13 @@ class Alerts:
         self._shown = shown_url(url)
         self._run = run
         self._client = httpx2.Client(timeout=REQUEST_SECONDS)
-        self._queue: BackgroundQueue[dict[str, Any]] = BackgroundQueue(self._post, name="alerts", on_error=_log_bug)
+        self._queue: BackgroundQueue[dict[str, Any]] = BackgroundQueue(
+            self._post,
+            name="alerts",
+            on_error=lambda error: logger.warning(
+                "no more messages are sent to the webhook (%s)", type(error).__name__
+            ),
+        )
 
     def send(self, event: str, text: str, *, step: int) -> None:
         """Add a message to the queue.
@@ -100,7 +106,3 @@ class Alerts:
             return
         if not response.is_success:
             logger.warning("a message could not be sent to %s (status %d)", self._shown, response.status_code)
-
-
-def _log_bug(error: Exception) -> None:
-    logger.warning("no more messages are sent to the webhook (%s)", type(error).__name__)

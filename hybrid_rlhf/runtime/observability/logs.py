@@ -1,14 +1,20 @@
 """The logger "hybrid_rlhf": the main rank logs to the console and a file, other ranks log only warnings.
 
+Lines that need attention begin with their level: `note:` for what a user may want to change, `warning:` for what may be
+wrong.
+
 Third-party loggers are not changed. A closed console or a log file on a full disk is dropped: the run continues
 without it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -17,6 +23,11 @@ if TYPE_CHECKING:  # it imports torch, which readers of run folders do not need
 
 LOGGER_NAME = "hybrid_rlhf"
 logger = logging.getLogger(LOGGER_NAME)
+NOTE = 25
+"""Level of notes: above information, below warnings."""
+_LEVELS = {NOTE: "note: ", logging.WARNING: "warning: "}
+LOADING_LIBRARIES = "loading torch and transformers"
+"""What a command says at once, as these take seconds."""
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 """Format of the local time at the beginning of lines, except on a terminal."""
 
@@ -32,14 +43,34 @@ def setup_logging(world: World, *, file: Path | None = None) -> None:
     logger.handlers.clear()
     logger.propagate = False
     logger.setLevel(logging.INFO if world.is_main else logging.WARNING)
-    form = "%(message)s" if world.is_main else f"{world.name}: %(message)s"
+    form = "%(kind)s%(message)s" if world.is_main else f"{world.name}: %(kind)s%(message)s"
     handlers: list[logging.Handler] = [_Console()]
     if file is not None and world.is_main:
         handlers.append(_LogFile(file))
     for handler in handlers:
         is_terminal = isinstance(handler, _Console) and sys.stdout.isatty()
-        handler.setFormatter(logging.Formatter(form if is_terminal else f"%(asctime)s {form}", TIME_FORMAT))
+        handler.setFormatter(_Lines(form if is_terminal else f"%(asctime)s {form}", TIME_FORMAT))
         logger.addHandler(handler)
+
+
+@contextlib.contextmanager
+def log_to_stderr() -> Iterator[None]:
+    """Context of a command that prints a result: what it is doing goes to standard error."""
+    before = logger.handlers, logger.level
+    handler = _Console("stderr")
+    handler.setFormatter(_Lines("%(kind)s%(message)s"))
+    logger.handlers = [other for other in logger.handlers if not isinstance(other, _Console)] + [handler]
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.handlers, level = before
+        logger.setLevel(level)
+
+
+def note(text: str, *values: object) -> None:
+    """Log what a user may want to change."""
+    logger.log(NOTE, text, *values)
 
 
 def log_to_file(file: Path, text: str) -> None:
@@ -57,20 +88,29 @@ def close_log_file() -> None:
         handler.close()
 
 
-class _Console(logging.StreamHandler):  # type: ignore[type-arg]
-    """Standard output, until it fails. Each line looks up sys.stdout: a progress bar replaces it to stay below them."""
+class _Lines(logging.Formatter):
+    """Lines with their level, unless it is information."""
 
-    def __init__(self) -> None:
+    def format(self, record: logging.LogRecord) -> str:
+        record.kind = _LEVELS.get(record.levelno, "")
+        return super().format(record)
+
+
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]
+    """A standard stream, until it fails. Each line looks it up: a progress bar replaces it to stay below them."""
+
+    def __init__(self, name: str = "stdout") -> None:
         logging.Handler.__init__(self)
+        self._stream_name = name
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stdout
+        return getattr(sys, self._stream_name)  # type: ignore[no-any-return]
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that logging calls
         if _is_dropped(self, "the console"):
             # Later prints, and Python's flush at exit, must not fail either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         else:
             super().handleError(record)
 
@@ -92,6 +132,12 @@ def _is_dropped(handler: logging.Handler, name: str) -> bool:
     logger.handlers = [kept_handler for kept_handler in logger.handlers if kept_handler is not handler]
     logger.warning(f"{name} cannot be written ({error.strerror}): the run continues without it")
     return True
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning, once in this process."""
+    logger.warning(text)
 
 
 def shortened(text: str, limit: int = 60) -> str:

@@ -40,7 +40,6 @@ class MetricsWriter:
         sinks: Sequence[SinkName] = (),
         tracked: TrackedRun | None = None,
         resumed_step: int = 0,
-        start_seconds: float = 0.0,
     ) -> None:
         """Open the sinks.
 
@@ -49,27 +48,24 @@ class MetricsWriter:
             sinks: sinks besides metrics.jsonl.
             tracked: the run's name and project in sinks; None: its folder.
             resumed_step: drop later lines, written by an interrupted run.
-            start_seconds: initial value of time_seconds.
 
         Raises:
             OSError: if later lines cannot be dropped.
         """
         drop_lines_after(folder / METRICS_FILE, resumed_step)
+        earlier = read_lines(folder / METRICS_FILE)
         self._lines = JsonLinesFile(folder / METRICS_FILE)
-        self._start = time.monotonic() - start_seconds
+        # Interruptions do not count.
+        self._start = time.monotonic() - (earlier[-1]["time_seconds"] if earlier else 0.0)
         tracked = replace(tracked or TrackedRun(folder), resumed_step=resumed_step)
         ids = read_ids(folder)
         self._sinks = [SinkThread(SINKS[name], replace(tracked, run_id=ids.get(SINKS[name].module))) for name in sinks]
 
-    @property
-    def time_seconds(self) -> float:
-        """Seconds since the start of the run, excluding interruptions."""
-        return time.monotonic() - self._start
-
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._lines.append([{"step": step, "time_seconds": round(self.time_seconds, 3), **values}])
+        seconds = round(time.monotonic() - self._start, 3)
+        self._lines.append([{"step": step, "time_seconds": seconds, **values}])
         for sink in self._sinks:
             sink.write(step, metrics)
 

@@ -7,8 +7,9 @@ Traces are those of torch.profiler (chrome://tracing, Perfetto). MFU is that of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -17,10 +18,32 @@ from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 
 PROFILE_FOLDER = "profile"
-_PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0, "RTX 4090": 165.0}
-"""Dense bfloat16 peak by part of the GPU's name, from the vendor's data sheets."""
-_MEMORY_TB_PER_SECOND = {"H200": 4.8, "H100": 3.35, "A100": 2.039, "L40S": 0.864, "B200": 8.0, "RTX 4090": 1.008}
-"""Memory bandwidth by part of the GPU's name, from the same source."""
+
+
+class Peaks(NamedTuple):
+    """What a GPU can do at most, from the data sheet."""
+
+    tflops: float
+    """Dense matrix products in bfloat16."""
+    memory_gb_per_second: float
+
+
+PEAKS = {
+    "B200": Peaks(2250, 8000),
+    "H100 PCIe": Peaks(756, 2000),
+    "H100": Peaks(989, 3350),
+    "H200": Peaks(989, 4800),
+    "A100-SXM4-80GB": Peaks(312, 2039),
+    "A100 80GB PCIe": Peaks(312, 1935),
+    "A100": Peaks(312, 1555),
+    "A800": Peaks(312, 2039),
+    "L40S": Peaks(362, 864),
+    "A10G": Peaks(70, 600),
+    "RTX 4090": Peaks(165.2, 1008),
+    "RTX 3090": Peaks(71, 936),
+    "MI300X": Peaks(1307, 5300),
+}
+"""By part of the name by which torch knows the GPU; the first one counts."""
 
 
 @contextlib.contextmanager
@@ -39,10 +62,13 @@ def profiled(step: int, steps: Sequence[int], folder: Path, world: World) -> Ite
         logger.info("profile of step %d: %s", step, file)
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Peak bfloat16 operations per second of a GPU; None for an unknown GPU and for a CPU."""
-    tflops = _of_gpu(device, _PEAK_TFLOPS)
-    return None if tflops is None else tflops * 1e12
+def describe_peaks(device: torch.device) -> str | None:
+    """A line that says what the perf/ metrics are relative to; None for an unknown GPU and on a CPU."""
+    found = _peaks_of(device)
+    return found and (
+        f"perf/mfu and perf/decode_* are relative to the data sheet of {found[0]}: {found[1].tflops:g} TFLOP/s in "
+        f"bfloat16, {found[1].memory_gb_per_second:,g} GB/s of memory"
+    )
 
 
 def model_flops_utilisation(*, operations: float, seconds: float, ranks: int, device: torch.device) -> dict[str, float]:
@@ -51,18 +77,34 @@ def model_flops_utilisation(*, operations: float, seconds: float, ranks: int, de
     return {} if peak is None else {"perf/mfu": operations / (seconds * ranks * peak)}
 
 
-def decode_roofline(*, read_bytes: float, seconds: float, device: torch.device) -> dict[str, float]:
-    """perf/decode_roofline: the bytes that decoding must read, as a share of the memory bandwidth in that time.
+def peak_flops(device: torch.device) -> float | None:
+    """Operations per second of a GPU's matrix products in bfloat16, by its data sheet; None if it is unknown."""
+    found = _peaks_of(device)
+    return None if found is None else found[1].tflops * 1e12
 
-    {} if the memory bandwidth is unknown or no bytes were counted.
+
+def decode_roofline(*, read_bytes: float, operations: float, seconds: float, device: torch.device) -> dict[str, float]:
+    """How near decoding is to what the GPU allows (the roofline, Williams et al. 2009).
+
+    perf/decode_mfu and perf/decode_bandwidth are the shares of the peak of products and of memory bandwidth that the
+    operations and bytes of decoding need, perf/decode_roofline the larger one, which says what bounds decoding. {} if
+    the peaks are unknown or nothing was counted.
     """
-    speed = _of_gpu(device, _MEMORY_TB_PER_SECOND)
-    return {} if speed is None or not read_bytes else {"perf/decode_roofline": read_bytes / (seconds * speed * 1e12)}
+    found = _peaks_of(device)
+    if found is None or not read_bytes:
+        return {}
+    products = operations / (seconds * found[1].tflops * 1e12)
+    bandwidth = read_bytes / (seconds * found[1].memory_gb_per_second * 1e9)
+    return {
+        "perf/decode_mfu": products,
+        "perf/decode_bandwidth": bandwidth,
+        "perf/decode_roofline": max(products, bandwidth),
+    }
 
 
-def _of_gpu(device: torch.device, table: Mapping[str, float]) -> float | None:
-    """The entry of a table whose key is part of the GPU's name."""
+def _peaks_of(device: torch.device) -> tuple[str, Peaks] | None:
+    """The entry whose key is part of the GPU's name."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((value for part, value in table.items() if part in name), None)
+    return next(((part, peaks) for part, peaks in PEAKS.items() if part in name), None)

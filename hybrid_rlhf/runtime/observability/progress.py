@@ -98,4 +98,5 @@ class ProgressLog:
             of = f" of {self._total:,}"
             if speed and self._done >= self._estimates_from * self._total:
                 left = f", {(self._total - self._done) / speed:.0f} s left"
-        logger.info("%s: %s%s %s, %.3g %s/s%s", self._what, f"{self._done:,}", of, self._unit, speed, self._unit, left)
+        rate = f"{speed:,.0f}" if speed >= 1000 else f"{speed:.3g}"
+        logger.info("%s: %s%s %s, %s %s/s%s", self._what, f"{self._done:,}", of, self._unit, rate, self._unit, left)

@@ -7,10 +7,11 @@ reader loads only the entries of its row. `token_log.py` writes the files.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,8 @@ class TokenRecords:
             IndexError: if it has no such row.
             ValueError: if its file is damaged.
         """
-        try:
-            with safe_open(record_file(self._folder, step), framework="numpy") as file:
-                return TokenRecord.of({name: file.get_slice(name) for name in file.keys()}, index)  # noqa: SIM118
-        except (SafetensorError, KeyError) as error:
-            raise ValueError(f"{record_file(self._folder, step)} is not a token record ({error})") from error
+        with self._opened(step) as file:
+            return TokenRecord.of({name: file.get_slice(name) for name in file.keys()}, index)  # noqa: SIM118
 
     def details(self, step: int) -> dict[str, Any]:
         """How a step was computed: `ranks` is the number of ranks, `environment` the variables of ENVIRONMENT that were
@@ -108,12 +106,18 @@ class TokenRecords:
 
         It raises the same errors as `read`.
         """
+        with self._opened(step) as file:
+            details: dict[str, Any] = json.loads((file.metadata() or {})[DETAILS])
+            return details
+
+    @contextlib.contextmanager
+    def _opened(self, step: int) -> Iterator[Any]:
+        path = record_file(self._folder, step)
         try:
-            with safe_open(record_file(self._folder, step), framework="numpy") as file:
-                details: dict[str, Any] = json.loads((file.metadata() or {})[DETAILS])
-                return details
+            with safe_open(path, framework="numpy") as file:
+                yield file
         except (SafetensorError, KeyError, ValueError) as error:
-            raise ValueError(f"{record_file(self._folder, step)} is not a token record ({error})") from error
+            raise ValueError(f"{path} is not a token record ({error})") from error
 
 
 def record_file(folder: Path, step: int) -> Path:

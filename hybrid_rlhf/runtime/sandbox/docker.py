@@ -58,7 +58,7 @@ class DockerSandbox:
         name = f"hybrid_rlhf_{secrets.token_hex(8)}"
         with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_sandbox_") as folder:
             write_files(Path(folder), {**(files or {}), PROGRAM: program})
-            ended = run_process(
+            result = run_process(
                 self._command_line(name, folder, limit),
                 stdin.encode(errors="replace"),
                 env=os.environ,  # of the client, which finds its daemon by it; a container inherits nothing
@@ -66,8 +66,11 @@ class DockerSandbox:
                 output_bytes=config.output_bytes,
                 after=lambda: self._remove(name),
             )
-        result = ended.result(memory_exceeded=ended.exit_status == _KILLED and not ended.timed_out)
-        return replace(result, timed_out=result.timed_out or ended.exit_status == _TIMED_OUT)
+        return replace(
+            result,
+            timed_out=result.timed_out or result.exit_status == _TIMED_OUT,
+            memory_exceeded=result.memory_exceeded or (result.exit_status == _KILLED and not result.timed_out),
+        )
 
     def _command_line(self, name: str, folder: str, timeout_seconds: float) -> list[str]:
         """The words that run the program of a folder in a container."""

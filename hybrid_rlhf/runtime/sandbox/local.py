@@ -21,15 +21,14 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from enum import Enum, auto
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Self
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
-from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.runtime.observability.logs import warn_once
 from hybrid_rlhf.runtime.sandbox.process import SandboxResult, run_process
 
 PROGRAM = "program"
@@ -92,16 +91,27 @@ lets its root (a user namespace: since Linux 5.19)."""
 
 
 class Isolation(Enum):
-    """A way to start a program, with the protections that it lacks."""
+    """A way to start a program."""
 
-    NAMESPACES = ()
+    NAMESPACES = auto()
     """Namespaces that root makes; the program is another user."""
-    BUBBLEWRAP = ()
-    USER_NAMESPACE = ()
+    BUBBLEWRAP = auto()
+    USER_NAMESPACE = auto()
     """Namespaces that a user makes."""
-    OTHER_USER = ("it has the network", "it reads files that everyone may read", _FILES_UNCOUNTED)
+    OTHER_USER = auto()
     """No namespaces; root starts the program as another user."""
-    LIMITS = (
+    LIMITS = auto()
+    """Limits of the process, its environment and its folder alone; never chosen unless the config accepts it."""
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Protections that a program lacks."""
+        return _ABSENT.get(self, ())
+
+
+_ABSENT = {
+    Isolation.OTHER_USER: ("it has the network", "it reads files that everyone may read", _FILES_UNCOUNTED),
+    Isolation.LIMITS: (
         "it has the network",
         "it reads and writes the files of this user",
         "it reads the memory and the environment of this user's other processes",
@@ -109,21 +119,8 @@ class Isolation(Enum):
         _UNCOUNTED,
         _FILES_UNCOUNTED,
         "its processes survive it where they leave its process group",
-    )
-    """Limits of the process, its environment and its folder alone; never chosen unless the config accepts it."""
-
-    def __new__(cls, *absent: str) -> Self:
-        """A member that no other equals, although several lack nothing."""
-        member = object.__new__(cls)
-        member._value_ = len(cls.__members__)
-        member.absent = absent
-        return member
-
-    absent: tuple[str, ...]
-    """Protections that a program lacks."""
-
-    def __str__(self) -> str:
-        return self.name.lower().replace("_", " ")
+    ),
+}
 
 
 class LocalSandbox:
@@ -185,7 +182,7 @@ class LocalSandbox:
                 for path in (folder, *folder.rglob("*")):
                     os.chown(path, user, user)
             home = name if isolation in (Isolation.OTHER_USER, Isolation.LIMITS) else HOME
-            ended = run_process(
+            return run_process(
                 [
                     *("setpriv", "--pdeathsig", "KILL", "sh", "-c", _KILLED_FIRST, "sh"),
                     *self._command_line(isolation, folder, user, timeout_seconds),
@@ -198,7 +195,6 @@ class LocalSandbox:
                 owner=user if isolation in (Isolation.NAMESPACES, Isolation.OTHER_USER) else None,
                 after=partial(_clean_up, name, user if is_other else None) if home == name else lambda: None,
             )
-        return ended.result()
 
     def _command_line(self, isolation: Isolation, folder: Path, user: int, timeout_seconds: float) -> list[str]:
         """The words that run the program of a folder."""
@@ -297,7 +293,7 @@ class LocalSandbox:
                     "sandbox.strict needs all protections, here a program lacks some: "
                     f"{absent} ({'; '.join(failures)}): {_FIX}, or leave it out"
                 )
-            _warn_once(
+            warn_once(
                 f"the sandbox of programs lacks protections here ({'; '.join(failures)}). For each program: {absent}. "
                 f"To have them: {_FIX}"
             )
@@ -351,8 +347,8 @@ def _denies_namespaces(bubblewrap: str | None) -> bool:
     if bubblewrap is None:
         return False
     words = [bubblewrap, "--help"]
-    ended = run_process(words, b"", env=_ENVIRONMENT, timeout_seconds=_PROBE_SECONDS, output_bytes=2**20)
-    return b"--disable-userns" in ended.stdout + ended.stderr
+    result = run_process(words, b"", env=_ENVIRONMENT, timeout_seconds=_PROBE_SECONDS, output_bytes=2**20)
+    return "--disable-userns" in result.stdout + result.stderr
 
 
 def _free_users() -> range:
@@ -416,8 +412,3 @@ def _mount_point(place: Path, path: Path) -> None:
 def _escaped(path: Path) -> str:
     """A path in a line of fstab."""
     return str(path).replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011")
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)

@@ -55,7 +55,7 @@ class SandboxResult:
         if self.memory_exceeded:
             return "it needed more memory than its limit"
         lines = self.stderr.strip().splitlines()
-        return shortened(f"exit status {self.exit_status}" + (f": {lines[-1]}" if lines else ""))
+        return shortened(f"exit status {self.exit_status}" + (f": {lines[-1]}" if lines else ""), limit=300)
 
 
 class Sandbox(Protocol):
@@ -75,31 +75,6 @@ class Sandbox(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Ended:
-    """End of a process, and what it wrote."""
-
-    exit_status: int
-    stdout: bytes
-    stderr: bytes
-    timed_out: bool
-    truncated: bool
-
-    def result(self, *, memory_exceeded: bool = False) -> SandboxResult:
-        """The end of a program; text that is no UTF-8 is replaced."""
-        stderr = self.stderr.decode(errors="replace")
-        last = stderr.rstrip().rpartition("\n")[2]
-        return SandboxResult(
-            self.exit_status,
-            self.stdout.decode(errors="replace"),
-            stderr,
-            timed_out=self.timed_out or self.exit_status in _CPU_LIMIT_SIGNALS,
-            truncated=self.truncated,
-            memory_exceeded=memory_exceeded
-            or (self.exit_status != 0 and ("MemoryError" in last or "bad_alloc" in stderr)),
-        )
-
-
 class _Kept:
     """The first bytes of a stream, or the last."""
 
@@ -117,8 +92,9 @@ class _Kept:
             self.truncated = True
             del self._bytes[slice(excess) if self._last else slice(self._limit, None)]
 
-    def __bytes__(self) -> bytes:
-        return bytes(self._bytes)
+    def text(self) -> str:
+        """What is kept; bytes that are no UTF-8 are replaced."""
+        return self._bytes.decode(errors="replace")
 
 
 def run_process(
@@ -131,7 +107,7 @@ def run_process(
     folder: Path | None = None,
     owner: int | None = None,
     after: Callable[[], None] = lambda: None,
-) -> Ended:
+) -> SandboxResult:
     """Run a command in a session of its own, and kill its process group at its end or at the time limit.
 
     Args:
@@ -164,7 +140,16 @@ def run_process(
             process.wait()
             after()
     stdout, stderr = kept.values()
-    return Ended(process.returncode, bytes(stdout), bytes(stderr), timed_out, stdout.truncated)
+    said = stderr.text()
+    has_no_memory = "MemoryError" in said.rstrip().rpartition("\n")[2] or "bad_alloc" in said
+    return SandboxResult(
+        process.returncode,
+        stdout.text(),
+        said,
+        timed_out=timed_out or process.returncode in _CPU_LIMIT_SIGNALS,
+        truncated=stdout.truncated,
+        memory_exceeded=process.returncode != 0 and has_no_memory,
+    )
 
 
 def _exchange(process: Popen[bytes], stdin: bytes, kept: Mapping[IO[bytes], _Kept], until: float) -> None:

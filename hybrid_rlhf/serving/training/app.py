@@ -1,8 +1,8 @@
 """The application of Tinker's API: access by key, and errors as its client reads them.
 
 The client sends a request again after 408, 409, 429 and 5xx, and asks for a result again after those; 410 means that
-the result is lost and the request is to be sent anew; 400, 401, 404 and 413 are final. A request that fails when it is
-its turn has a result with `error` and `category`.
+the result is lost and the request is to be sent anew; 400, 401, 404 and 413 are final. A command that fails when it
+runs has a result with `error` and `category`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the service needs of an engine that trains many adapters; engines/adapters has it, one floor above."""
+"""Interface of the engine that trains many adapters, which engines/adapters implements, one floor above."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.model import LoraConfig
@@ -15,15 +14,6 @@ from hybrid_rlhf.configs.sections.training import AdamStep
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.models.pretrained.adapters import LowRank
-
-
-class RowMaker(Protocol):
-    """Makes a row of the engine."""
-
-    def __call__(
-        self, adapter: str, *, tokens: Tensor, targets: Tensor, loss: Callable[[Tensor], Tensor] | None
-    ) -> Any:
-        """A row of an adapter: [T] tokens, [T] targets, and the loss from the log-probs [T] of the targets."""
 
 
 class TrainingEngine(Protocol):
@@ -58,10 +48,11 @@ class TrainingEngine(Protocol):
 
 @dataclass(frozen=True)
 class LoadedBase:
-    """A base model that trains and generates, and what the service says of it."""
+    """A base model that trains and generates, with the properties that the service reports."""
 
     engine: TrainingEngine
-    make_row: RowMaker
+    make_row: Callable[..., Any]
+    """Makes a row of the engine, see `engines.adapters.AdapterRow`."""
     generation: GenerationEngine
     batch: OpenBatch
     base_model: str

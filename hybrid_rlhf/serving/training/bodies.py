@@ -26,11 +26,7 @@ _MOST_METADATA = 2**14
 
 
 def _small(metadata: Any) -> Any:
-    try:
-        size = len(json.dumps(metadata))
-    except RecursionError:
-        size = _MOST_METADATA + 1
-    if size > _MOST_METADATA:
+    if len(json.dumps(metadata)) > _MOST_METADATA:
         raise PydanticCustomError("too_long", "it has at most {most} characters in JSON", {"most": _MOST_METADATA})
     return metadata
 

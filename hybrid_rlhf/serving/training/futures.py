@@ -32,7 +32,7 @@ class CommandFailed(Exception):
 
 
 class Gone(Exception):
-    """A result is not there any more, or its server was killed: the client sends its request again."""
+    """A result no longer exists, or its server was killed: the client sends its request again."""
 
 
 @dataclass(eq=False)
@@ -92,11 +92,12 @@ class Futures:
             request_id: its id.
             tenant: who sends it.
             content: what is asked.
-            more_bytes: what it takes in memory besides its content, until it has finished.
-            is_awaited: requests that were accepted wait for it.
+            more_bytes: memory that it takes in addition to its content, until it has finished.
+            is_awaited: accepted requests wait for it.
 
         Raises:
-            QuotaExceeded: when the key has too much in flight, unless it is awaited: what is in flight would never end.
+            QuotaExceeded: when the key exceeds its quota, unless the request is awaited: those in flight would never
+                end.
             UserError: when another request had this id.
         """
         futures = self._of_tenant[tenant]
@@ -118,7 +119,7 @@ class Futures:
         """A future by its id.
 
         Raises:
-            Gone: when there is none of this key.
+            Gone: when the key has no such result.
         """
         future = self._of_tenant[tenant].get(request_id)
         if future is None:

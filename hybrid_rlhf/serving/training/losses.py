@@ -30,11 +30,10 @@ _CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 @dataclass(frozen=True)
 class _Loss:
     inputs: tuple[str, ...]
-    """Required inputs besides target_tokens."""
+    """Required inputs, in addition to target_tokens."""
     compute: Callable[[Tensor, _Tensors], Tensor]
     config: Mapping[str, float]
     """Keys of its config with their defaults. A key may also be an input, with a value for each token."""
-    optional: tuple[str, ...] = ()
 
 
 def _cross_entropy(logprobs: Tensor, inputs: _Tensors) -> Tensor:

@@ -90,22 +90,8 @@ class Datum:
     """[N] arrays of the loss: target_tokens int64, the others float32."""
 
 
-@dataclass(frozen=True)
-class ForwardBackward:
-    """A forward pass, usually with a backward pass."""
-
-    model_id: str
-    seq_id: int | None
-    """None: the command after the last one."""
-    data: Sequence[Any]
-    """Messages of the sequences; see `read_datum`."""
-    loss: str
-    loss_config: Mapping[str, float | str]
-    forward_only: bool
-
-
-def read_forward_backward(body: bytes) -> ForwardBackward:
-    """Read a training command; its sequences are not read yet.
+def read_forward_backward(body: bytes) -> Any:
+    """Read the message of a training command; `loss_config` and `read_datum` read its parts.
 
     Raises:
         UserError: for other bytes, or without the name of a model.
@@ -118,12 +104,13 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         raise UserError("the body must be a ForwardBackwardRequest in protobuf, got other bytes: send one") from error
     if not message.model_id:
         raise UserError("model_id must name a model, got none: create one and send its id")
-    config: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
-    for entry in message.loss_fn_config_v2:
-        config[entry.key] = entry.value.text or entry.value.number
-    return ForwardBackward(
-        message.model_id, message.seq_id or None, message.data, message.loss_fn, config, message.forward_only
-    )
+    return message
+
+
+def loss_config(message: Any) -> dict[str, float | str]:
+    """The settings of the loss of a training command."""
+    numbers = {entry.key: entry.value for entry in message.loss_fn_config}
+    return numbers | {entry.key: entry.value.text or entry.value.number for entry in message.loss_fn_config_v2}
 
 
 def _require_few_fields(body: bytes, kind: Any) -> None:

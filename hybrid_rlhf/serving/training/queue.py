@@ -1,8 +1,8 @@
-"""Commands that wait for the training engine: in order within a model, in turn among tenants, packed together.
+"""Commands that wait for the training engine: in order within a model, fairly among tenants, packed together.
 
 A command runs when all earlier ones of its model have ended, in the order of their `seq_id`, whatever the order in
-which they arrive. Forward and backward passes that wait together go into one packed micro-batch, row by row in turn
-among the tenants, so that a long batch of one delays another's by one micro-batch at most.
+which they arrive. Forward and backward passes that wait together are packed into one micro-batch, row by row by fair
+queueing among tenants, so a long batch of one tenant delays another's by at most one micro-batch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class PackedRow:
     tokens: int
     loss: Any = None
     """Its loss, also of a forward pass alone."""
-    learns: bool = True
-    """True if its gradient is computed."""
+
+
+Work = Callable[["Model", int], Answer] | Sequence[PackedRow]
+"""What a command does on the engine's thread, with its model and its seq_id, or the rows that are computed for it."""
 
 
 @dataclass(eq=False)
@@ -43,8 +45,8 @@ class Command:
     name: str
     """Its name in the API."""
     future: Future
-    run: Callable[[], Answer] | None = None
-    """Does it, on the engine's thread; None: its rows are computed."""
+    run: Callable[[Model, int], Answer] | None = None
+    """See Work; None: its rows are computed."""
     rows: Sequence[PackedRow] = ()
     taken: int = 0
     """Number of rows that were taken into a batch."""
@@ -54,7 +56,7 @@ class Command:
 
 @dataclass(eq=False)
 class Model:
-    """A model in training: its commands in order, and what the engine has of it."""
+    """A model in training: its commands in order, and its state in the engine."""
 
     run: Run
     tenant: Tenant
@@ -85,7 +87,7 @@ class Model:
         return self.waiting.get(self.next_seq)
 
     def end(self) -> None:
-        """Go on to the command after the head."""
+        """Advance to the command after the head."""
         del self.waiting[self.next_seq]
         self.next_seq += 1
 
@@ -120,7 +122,7 @@ class CommandQueue:
         return [head for head in self.heads(ready=True) if head.run is not None]
 
     def next_rows(self) -> list[TakenRow]:
-        """Rows of the next packed batch, in turn among the tenants; empty if none can run."""
+        """Rows of the next packed batch, by fair queueing among tenants; empty if none can run."""
         waiting = [head for head in self.heads(ready=True) if head.rows]
         rows: list[TakenRow] = []
         used = 0

@@ -40,8 +40,7 @@ class ServiceRecord:
         """Take the folder, the tenants, and what is counted of them."""
         lines = read_metrics(folder)
         self._step = int(lines[-1]["step"]) if lines else 0
-        seconds = float(lines[-1]["time_seconds"]) if lines else 0.0
-        self._writer = MetricsWriter(folder, resumed_step=self._step, start_seconds=seconds)
+        self._writer = MetricsWriter(folder, resumed_step=self._step)
         self._tenants = tenants
         self._metrics = metrics
         self._time = time.monotonic()

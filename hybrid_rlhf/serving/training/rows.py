@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,20 +12,21 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.serving.training.base import LoadedBase
 from hybrid_rlhf.serving.training.futures import Answer
 from hybrid_rlhf.serving.training.losses import check_loss, sequence_loss
-from hybrid_rlhf.serving.training.messages import ForwardBackward, forward_backward_output, read_datum
+from hybrid_rlhf.serving.training.messages import forward_backward_output, loss_config, read_datum
 from hybrid_rlhf.serving.training.queue import Command, PackedRow
 
 _MOST_DATA = 4096
 """Largest number of sequences of a command; the client sends 1024."""
 
 
-def packed_rows(request: ForwardBackward, base: LoadedBase) -> Sequence[PackedRow]:
-    """The rows of a command for the engine.
+def packed_rows(request: Any, base: LoadedBase) -> Sequence[PackedRow]:
+    """The rows of the engine for the message of a command.
 
     Raises:
         UserError: for a loss, a sequence or an input of it that cannot be computed.
     """
-    check_loss(request.loss, request.loss_config)
+    config = loss_config(request)
+    check_loss(request.loss_fn, config)
     if not 1 <= len(request.data) <= _MOST_DATA:
         raise UserError(f"data must have 1 to {_MOST_DATA} datums, got {len(request.data)}: send as many")
     rows = []
@@ -48,14 +50,14 @@ def packed_rows(request: ForwardBackward, base: LoadedBase) -> Sequence[PackedRo
                     f"{key} must be token ids in 0..{base.vocabulary - 1}, datum {index} has "
                     f"{ids.min()}..{ids.max()}: use the tokenizer of the model"
                 )
-        loss = sequence_loss(request.loss, request.loss_config, datum, index)
+        loss = sequence_loss(request.loss_fn, config, datum, index)
         row = base.make_row(
             request.model_id,
             tokens=torch.from_numpy(datum.tokens),
             targets=torch.from_numpy(targets.astype(np.int64)),
             loss=None if request.forward_only else loss,
         )
-        rows.append(PackedRow(row, length, loss, learns=not request.forward_only))
+        rows.append(PackedRow(row, length, loss))
     return rows
 
 

@@ -1,8 +1,8 @@
-"""Sampling with the weights that training has saved: an open batch of the generation engine, whose requests have
-different adapters.
+"""Sampling with saved weights: an open batch of the generation engine, whose requests have different adapters.
 
-Samples enter the batch one by one, in turn among the tenants (tenants.py), and leave a row to those that have none. The
-adapters that were used last stay in the engine; others are read from their checkpoints when they are asked for.
+Samples enter the batch one by one, by fair queueing among tenants (tenants.py). The last row is reserved for tenants
+without a running sample. The most recently used adapters stay in the engine; others are read from their checkpoints
+when a request needs them.
 """
 
 from __future__ import annotations
@@ -34,16 +34,6 @@ from hybrid_rlhf.serving.training.tenants import FairShare, Tenant
 
 
 @dataclass(eq=False)
-class Weights:
-    """The adapter of a checkpoint in the generation engine."""
-
-    name: str
-    loading: asyncio.Task[None]
-    running: int = 0
-    """Number of requests that need it."""
-
-
-@dataclass(eq=False)
 class SampleJob:
     """One request."""
 
@@ -56,15 +46,15 @@ class SampleJob:
     prompt_logprobs: int | None = None
     """Number of tokens at the end of the prompt whose log-probs are returned; None: none are asked for."""
     task: asyncio.Task[None] | None = None
-    """What samples it; None: it waits for its turn."""
+    """Task that samples it; None: no sample of it has been admitted."""
     admitted: int = 0
-    """Number of samples that have had their turn."""
+    """Number of samples that were admitted."""
     submitted: int = 0
     """Number of samples that are in the batch, or were."""
     running: int = 0
     """Number of admitted samples that have not ended."""
     adapter: str | None = None
-    """Name of its weights in the engine."""
+    """Name of its weights in the engine, which stay there while it runs; None: the base model, or not known yet."""
     is_ready: bool = False
     """True when its weights are in the engine."""
     submissions: list[Any] = field(default_factory=list)
@@ -76,11 +66,11 @@ class SampleJob:
 
 
 class Samplers:
-    """Samples for all tenants. Used on the event loop only."""
+    """Samples the requests of all tenants. Used on the event loop only."""
 
     def __init__(self, base: LoadedBase, *, resident: int, metrics: TrainingMetrics, is_shared: bool) -> None:
-        """Take the base, the number of adapters that stay in the engine that generates with it, what is counted, and
-        whether there are several tenants."""
+        """Set the base, the number of adapters that stay in its generation engine, the metrics, and whether there are
+        several tenants."""
         self._is_shared = is_shared
         self._lm = base.engine.lm
         self._engine = base.generation
@@ -90,11 +80,11 @@ class Samplers:
         self._share = FairShare()
         self._waiting: list[SampleJob] = []
         self._running: set[SampleJob] = set()
-        self._weights: OrderedDict[str, Weights] = OrderedDict()
-        """Adapters by name, the one that was used last at the end."""
+        self._loading: OrderedDict[str, asyncio.Task[None]] = OrderedDict()
+        """Tasks that load the adapters, or have loaded them, by name; the one that was used last at the end."""
 
-    def job(self, body: SampleBody, future: Future, checkpoint: Checkpoint | None) -> SampleJob:
-        """The job of a request.
+    def add(self, body: SampleBody, future: Future, checkpoint: Checkpoint | None) -> None:
+        """Sample a request when it is its tenant's turn, with the weights of a checkpoint or (None) the base model.
 
         Raises:
             UserError: when it cannot be sampled.
@@ -124,20 +114,17 @@ class Samplers:
             seed=secrets.randbelow(2**63) if params.seed is None else params.seed,  # the same for all parts
         )
         wanted = body.prompt_logprobs_last_n or len(prompt)
-        return SampleJob(
+        job = SampleJob(
             future, prompt, sampling, checkpoint, body.topk_sample_logprobs, wanted if body.prompt_logprobs else None
         )
-
-    def add(self, job: SampleJob) -> None:
-        """Sample when it is its tenant's turn."""
-        job.future.cancel = lambda: self._cancel(job)
+        future.cancel = lambda: self._cancel(job)
         self._waiting.append(job)
         self._start_next()
 
     def _start_next(self) -> None:
-        """Admit samples, in turn among the tenants, while rows are free."""
+        """Admit samples, by fair queueing among tenants, while rows are free."""
         rows = self.batch.rows
-        kept = int(self._is_shared and rows > 1)  # the last row is for those that have none
+        kept = int(self._is_shared and rows > 1)  # the last row is for tenants without a running sample
         used = Counter[Tenant]()
         for job in self._running:
             used[job.future.tenant] += job.running
@@ -164,19 +151,14 @@ class Samplers:
                 self._submit(job)
 
     async def _sample(self, job: SampleJob) -> None:
-        weights = None if job.checkpoint is None else self._weights_of(job.checkpoint)
         try:
-            if weights is not None:
-                weights.running += 1
-                await asyncio.shield(weights.loading)
-                job.adapter = weights.name
+            if job.checkpoint is not None:
+                job.adapter = _name(job.checkpoint)
+                await asyncio.shield(self._loaded(job.adapter, job.checkpoint))
             job.is_ready = True
             job.future.finish(await self._completed(job))
         except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
             job.future.fail_with(error, "sampling")
-        finally:
-            if weights is not None:
-                weights.running -= 1
 
     def _end(self, job: SampleJob, _: object) -> None:
         if job in self._waiting:
@@ -196,7 +178,7 @@ class Samplers:
             await job.ended.wait()
         finally:
             job.is_ready = False
-            for submission in job.submissions:  # what is left of it, when the job was cancelled or has failed
+            for submission in job.submissions:  # the unfinished ones, when the job was cancelled or has failed
                 self.batch.cancel(submission)
         if isinstance(job.error, UserError):
             raise job.error
@@ -221,10 +203,7 @@ class Samplers:
             if finished or not tokens:
                 loop.call_soon_threadsafe(self._delivered, job, place, finished)
 
-        count = job.admitted - job.submitted
-        if not count:
-            return
-        sampling = replace(job.sampling, n=count)
+        sampling = replace(job.sampling, n=job.admitted - job.submitted)
         prompts = PromptBatch([job.prompt], sampling, job.top_logprobs, job.adapter, first_sample=job.submitted)
         job.submitted = job.admitted
         try:
@@ -234,7 +213,7 @@ class Samplers:
             job.ended.set()
 
     def _delivered(self, job: SampleJob, place: int, finished: int) -> None:
-        """Count samples of a submission that have ended; none: it has failed."""
+        """Count samples of a submission that have ended; 0 means that it has failed."""
         job.running -= finished
         if not finished:
             job.error = job.submissions[place].error
@@ -251,29 +230,27 @@ class Samplers:
 
     # -- adapters
 
-    def _weights_of(self, checkpoint: Checkpoint) -> Weights:
-        """The adapter of a checkpoint, which is in the engine when it is loaded."""
-        name = _name(checkpoint)
-        weights = self._weights.get(name)
-        if weights is None:
-            loading = asyncio.get_running_loop().create_task(self._load(name, checkpoint))
-            weights = self._weights[name] = Weights(name, loading)
-        self._weights.move_to_end(name)
-        return weights
+    def _loaded(self, name: str, checkpoint: Checkpoint) -> asyncio.Task[None]:
+        """The task after which the adapter of a checkpoint is in the engine."""
+        if name not in self._loading:
+            self._loading[name] = asyncio.get_running_loop().create_task(self._load(name, checkpoint))
+        self._loading.move_to_end(name)
+        return self._loading[name]
 
     async def _load(self, name: str, checkpoint: Checkpoint) -> None:
         try:
-            for other in list(self._weights.values()):
-                if len(self._weights) <= self._resident:
+            while len(self._loading) > self._resident:
+                used = {job.adapter for job in self._running}
+                unused = next((key for key, task in self._loading.items() if task.done() and key not in used), None)
+                if unused is None:
                     break
-                if not other.running and other.loading.done():
-                    del self._weights[other.name]
-                    await self._call(partial(self._engine.remove_adapters, [other.name]))
+                del self._loading[unused]
+                await self._call(partial(self._engine.remove_adapters, [unused]))
             with folder_named(checkpoint.folder, checkpoint.path):
                 factors = await asyncio.to_thread(read_factors, self._lm, str(checkpoint.folder))
             await self._call(partial(self._engine.set_adapter, name, factors))
         except BaseException:
-            del self._weights[name]
+            del self._loading[name]
             raise
 
     async def _call(self, function: Callable[[], None]) -> None:

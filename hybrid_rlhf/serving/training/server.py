@@ -19,9 +19,7 @@ from hybrid_rlhf.serving.admission import Activity
 from hybrid_rlhf.serving.server import StoppingServer
 from hybrid_rlhf.serving.training.app import build_app
 from hybrid_rlhf.serving.training.base import LoadedBase
-from hybrid_rlhf.serving.training.metrics import TrainingMetrics
 from hybrid_rlhf.serving.training.record import ServiceRecord, write_settings
-from hybrid_rlhf.serving.training.sampling import Samplers
 from hybrid_rlhf.serving.training.service import TrainingService
 from hybrid_rlhf.serving.training.store import Checkpoint, Store
 from hybrid_rlhf.serving.training.tenants import Quotas, Tenants
@@ -96,7 +94,6 @@ def training_service(
         UserError: for an adapter of the config that does not fit the base.
     """
     store = Store(folder, int(config.max_stored_gib * _GIB))
-    metrics = TrainingMetrics()
     quotas = Quotas(
         requests=config.max_requests,
         queued_bytes=int(config.max_queued_mib * _MIB),
@@ -108,13 +105,4 @@ def training_service(
         base.engine.remove(SERVER_RUN)
         rank = stored_adapter(str(place)).rank
         store.add(Checkpoint(SERVER_RUN, "weights", name, None, rank, 0, time.time(), 0, folder=place))
-    samplers = Samplers(base, resident=config.max_resident_adapters, metrics=metrics, is_shared=len(api_keys) > 1)
-    return TrainingService(
-        base,
-        samplers,
-        store,
-        Tenants(api_keys, quotas),
-        session_seconds=config.session_minutes * 60,
-        metrics=metrics,
-        deterministic=config.deterministic,
-    )
+    return TrainingService(config, base, store, Tenants(api_keys, quotas))

@@ -1,19 +1,20 @@
-"""What a client asks for: sessions, models and their commands, sampling sessions, samples.
+"""Requests of clients: sessions, models and their commands, sampling sessions, samples.
 
-A command is accepted in any order and answers at once with the id of its result; a request that is faulty takes its
-place in the order too, and fails when it is its turn. The methods that take a body answer a route; `content` is the
-body's bytes. They raise UserError for a request that cannot be, UnknownObject for what is not there or is another
-key's, Gone for what was there, and QuotaExceeded.
+Commands are accepted in any order and answered at once with the id of their result. A faulty command keeps its place in
+the order, and fails when it is due. The methods with a body answer a route; `content` is the body's bytes. They raise
+UserError for an invalid request, UnknownObject for an object that does not exist or belongs to another key, Gone for
+one that no longer exists, and QuotaExceeded.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import TrainServerConfig
 from hybrid_rlhf.configs.sections.training import AdamStep
 from hybrid_rlhf.serving.training.base import LoadedBase
 from hybrid_rlhf.serving.training.bodies import (
@@ -33,7 +34,7 @@ from hybrid_rlhf.serving.training.bodies import (
 from hybrid_rlhf.serving.training.futures import Answer, Futures, Gone
 from hybrid_rlhf.serving.training.messages import read_forward_backward
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
-from hybrid_rlhf.serving.training.queue import BACKWARD, Command, CommandQueue, Model, PackedRow
+from hybrid_rlhf.serving.training.queue import BACKWARD, Command, CommandQueue, Model, Work
 from hybrid_rlhf.serving.training.rows import packed_rows
 from hybrid_rlhf.serving.training.sampling import Samplers
 from hybrid_rlhf.serving.training.sessions import Sessions
@@ -49,48 +50,35 @@ from hybrid_rlhf.serving.training.store import (
 from hybrid_rlhf.serving.training.tenants import Tenant, Tenants
 from hybrid_rlhf.serving.training.worker import EngineWorker
 
-Prepare = Callable[[Model, int], Callable[[], Answer] | Sequence[PackedRow]]
-"""Returns what the engine's thread does for a command of a model with this seq_id, or the rows that it computes."""
 _ROW_BYTES = 4096
-"""Memory of a row that waits, besides its numbers: that of a short one is a hundred times the bytes that are sent."""
+"""Memory of a waiting row in addition to its numbers: a short row takes a hundred times the bytes that are sent."""
 
 
 class TrainingService:
     """The service of one base model. Used on the event loop, except for `create_session` and `create_sampler`."""
 
-    def __init__(
-        self,
-        base: LoadedBase,
-        samplers: Samplers,
-        store: Store,
-        tenants: Tenants,
-        *,
-        session_seconds: float,
-        metrics: TrainingMetrics,
-        deterministic: bool,
-    ) -> None:
-        """Take its parts.
+    def __init__(self, config: TrainServerConfig, base: LoadedBase, store: Store, tenants: Tenants) -> None:
+        """Create the service.
 
         Args:
+            config: the settings.
             base: the model that trains and samples.
-            samplers: what samples.
             store: runs and checkpoints on disk.
             tenants: the keys.
-            session_seconds: time without a heartbeat or a command after which the models of a session leave the engine.
-            metrics: what is counted.
-            deterministic: compute the rows of each command apart from those of others.
         """
         self.base = base
-        self.samplers = samplers
         self.store = store
         self.tenants = tenants
-        self.metrics = metrics
+        self.metrics = metrics = TrainingMetrics()
+        self.samplers = Samplers(
+            base, resident=config.max_resident_adapters, metrics=metrics, is_shared=len([*tenants]) > 1
+        )
         self.futures = Futures()
         self.sessions = Sessions(store.sessions)
-        queue = CommandQueue(base.batch_tokens, apart=deterministic)
+        queue = CommandQueue(base.batch_tokens, apart=config.deterministic)
         self.models = queue.models
         self.states = ModelStates(base, store, metrics)
-        self.worker = EngineWorker(queue, self.states, self.sessions, session_seconds=session_seconds, metrics=metrics)
+        self.worker = EngineWorker(queue, self.states, self.sessions, session_seconds=config.session_minutes * 60)
         for tenant in tenants:
             metrics.follow(
                 tenant.name,
@@ -107,7 +95,7 @@ class TrainingService:
         return {"session_id": self.sessions.create(tenant, body.user_metadata), "type": "create_session"}
 
     def heartbeat(self, tenant: Tenant, body: SessionId, _: bytes) -> JsonObject:
-        """Take a sign of life."""
+        """Record activity of a session."""
         self.sessions.find(body.session_id, tenant)
         return {"type": "session_heartbeat"}
 
@@ -128,7 +116,7 @@ class TrainingService:
         if body.model_id is not None:
             command = CommandBody(model_id=body.model_id, seq_id=body.seq_id)
             return self._submit(
-                tenant, "load_weights", command, content, lambda model, _: partial(self.states.load, model, body)
+                tenant, "load_weights", command, content, lambda model, _: self.states.load(model, body)
             )
         if body.session_id is None or body.model_seq_id is None:
             raise UserError("load_weights needs a model_id, or session_id and model_seq_id, got neither: send one")
@@ -152,7 +140,7 @@ class TrainingService:
             future.finish(answer)
         elif is_new:
 
-            def write() -> Answer:
+            def write(*_: object) -> Answer:
                 self.store.write_run(run)
                 return answer
 
@@ -163,7 +151,7 @@ class TrainingService:
         """The run of a model.
 
         Raises:
-            UnknownObject: when there is none of this key.
+            UnknownObject: when the key has no such object.
         """
         model = self.models.get(model_id)
         run = self.store.runs.get(model_id) if model is None else model.run
@@ -208,8 +196,8 @@ class TrainingService:
         """Read a forward pass, usually with a backward pass, on any thread; returns what accepts it on the event
         loop."""
         request = read_forward_backward(content)
-        body = read_body({"model_id": request.model_id, "seq_id": request.seq_id}, CommandBody)
-        work: Callable[[], Answer] | Sequence[PackedRow]
+        body = read_body({"model_id": request.model_id, "seq_id": request.seq_id or None}, CommandBody)
+        work: Work
         row_bytes = 0
         try:
             work = packed_rows(request, self.base)
@@ -217,7 +205,7 @@ class TrainingService:
         except Exception as error:  # noqa: BLE001 - it fails in its place, or later ones would wait for ever
             work = partial(_raise, error)
         name = "forward" if request.forward_only else BACKWARD
-        return partial(self._submit, tenant, name, body, content, lambda *_: work, more_bytes=row_bytes)
+        return partial(self._submit, tenant, name, body, content, work, more_bytes=row_bytes)
 
     def optim_step(self, tenant: Tenant, body: OptimStepBody, content: bytes) -> JsonObject:
         """Accept an update."""
@@ -229,24 +217,20 @@ class TrainingService:
             weight_decay=params.weight_decay,
             max_grad_norm=params.grad_clip_norm,
         )
-        return self._submit(
-            tenant, "optim_step", body, content, lambda model, _: partial(self.states.step, model, adam)
-        )
+        return self._submit(tenant, "optim_step", body, content, lambda model, _: self.states.step(model, adam))
 
     def save(self, tenant: Tenant, body: CheckpointBody, content: bytes) -> JsonObject:
         """Accept a save."""
-        return self._submit(
-            tenant, body.command, body, content, lambda model, seq: partial(self.states.save, model, body, seq)
-        )
+        return self._submit(tenant, body.command, body, content, lambda model, seq: self.states.save(model, body, seq))
 
     def reject(self, tenant: Tenant, body: CommandBody, name: str, content: bytes, error: UserError) -> JsonObject:
-        """Accept a faulty command in its place: it fails when it is its turn, and later ones go on."""
-        return self._submit(tenant, name, body, content, lambda *_: partial(_raise, error))
+        """Accept a faulty command in its place: it fails when it is due, and later ones run."""
+        return self._submit(tenant, name, body, content, partial(_raise, error))
 
     def _submit(
-        self, tenant: Tenant, name: str, body: CommandBody, content: bytes, prepare: Prepare, *, more_bytes: int = 0
+        self, tenant: Tenant, name: str, body: CommandBody, content: bytes, work: Work, *, more_bytes: int = 0
     ) -> JsonObject:
-        """Accept a command, which takes `more_bytes` besides its content."""
+        """Accept a command, which takes `more_bytes` of memory in addition to its content."""
         run = self.run(tenant, body.model_id)
         run.last_request = time.time()
         self.sessions.see(run.session_id, tenant)
@@ -271,10 +255,6 @@ class TrainingService:
             else:
                 future.finish({**saved_answer(saved), "type": name})
         elif is_new:
-            try:
-                work = prepare(model, seq)
-            except Exception as error:  # noqa: BLE001 - it fails in its place, or later ones would wait for ever
-                work = partial(_raise, error)
             command = partial(Command, model, name, future)
             self.worker.add(seq, command(work) if callable(work) else command(rows=work))
         return {"request_id": request_id, "model_id": run.run_id}
@@ -301,7 +281,7 @@ class TrainingService:
         """The path of a sampling session's weights; None: the base model.
 
         Raises:
-            UnknownObject: when there is none of this key.
+            UnknownObject: when the key has no such object.
         """
         record = self.store.samplers.get(sampler_id)
         if record is None or record["tenant"] != tenant.name:
@@ -328,7 +308,7 @@ class TrainingService:
         future, is_new = self.futures.open(request_id, tenant, content)
         if is_new:
             try:
-                self.samplers.add(self.samplers.job(body, future, checkpoint))
+                self.samplers.add(body, future, checkpoint)
             except Exception as error:  # noqa: BLE001 - reported to the client, which may wait for it already
                 future.fail_with(error, "sampling")
         sequences = [f"{request_id}:{sample}" for sample in range(body.num_samples)]
@@ -345,5 +325,5 @@ class TrainingService:
             raise UserError(f"base_model must be {self.base.base_model}, got {name[:200]!r}: name that")
 
 
-def _raise(error: Exception) -> Answer:
+def _raise(error: Exception, *_: object) -> Answer:
     raise error

@@ -1,7 +1,7 @@
-"""The clients of a server: who they are, when they were last seen, and when what belongs to them is deleted.
+"""Sessions of clients: their owner, their last activity, and when their data is deleted.
 
-The models of a session leave the engine when it has finished or was not seen for some time (worker.py). What is left of
-it is deleted `KEPT_SECONDS` after its last heartbeat or command, except for named checkpoints.
+The models of a session are removed from the engine when it has finished or had no activity for some time (worker.py).
+Its other data, except for named checkpoints, is deleted `KEPT_SECONDS` after its last heartbeat or command.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Session:
     finished: bool = False
     last_seen: float = field(default_factory=time.monotonic)
     noted: float = field(default_factory=time.monotonic)
-    """The last sign of life that its file tells after a restart."""
+    """Time of the last activity that is recorded in its file, for a restart."""
 
 
 class Sessions:
     """The sessions of a server. Used on any thread."""
 
     def __init__(self, records: Records) -> None:
-        """Take the records; their sessions continue."""
+        """Continue the sessions of the records."""
         self._records = records
         self._by_id = {session_id: Session(**record) for session_id, record in records.items()}
         for session_id, session in self._by_id.items():
@@ -59,10 +59,10 @@ class Sessions:
         return [key for key, session in sessions if session.tenant == tenant.name and not session.finished]
 
     def find(self, session_id: str, tenant: Tenant) -> Session:
-        """A session, which is seen now.
+        """A session, whose activity is recorded.
 
         Raises:
-            UnknownObject: when there is none of this key.
+            UnknownObject: when the key has no such session.
             Gone: when it has finished.
         """
         session = self._by_id.get(session_id)
@@ -74,7 +74,7 @@ class Sessions:
         return session
 
     def see(self, session_id: str, tenant: Tenant) -> None:
-        """Take a sign of life of a session of a key. One that has ended begins anew: what it saved is used again."""
+        """Record activity of a session. A session that was deleted is created again, for its named checkpoints."""
         session = self._by_id.get(session_id)
         if session is None:
             self._begin(session_id, tenant, None)
@@ -85,10 +85,10 @@ class Sessions:
             self._records.touch(session_id)
 
     def finish(self, session_id: str, tenant: Tenant) -> None:
-        """End a session; what it has ends later.
+        """End a session; its data is deleted later.
 
         Raises:
-            UnknownObject: when there is none of this key.
+            UnknownObject: when the key has no such session.
         """
         with contextlib.suppress(Gone):
             session = self.find(session_id, tenant)
@@ -96,13 +96,13 @@ class Sessions:
             self._records.write(session_id, tenant=session.tenant, metadata=session.metadata, finished=True)
 
     def is_silent(self, session_id: str, seconds: float) -> bool:
-        """True if a session has finished, was not seen for some time, or is not there."""
+        """True if a session has finished, had no activity for some time, or does not exist."""
         session = self._by_id.get(session_id)
         return session is None or session.finished or time.monotonic() - session.last_seen > seconds
 
     def forget(self, needed: Container[str]) -> list[str]:
-        """Forget the sessions whose time is over, except needed ones; returns their ids. Their records are there
-        still, so that a server that is killed meanwhile removes what they had later."""
+        """Forget expired sessions, except needed ones; return their ids. Their records remain until their data is
+        deleted, so that a server that is killed in between deletes it later."""
         limit = time.monotonic() - KEPT_SECONDS
         known = list(self._by_id.items())
         over = [key for key, session in known if session.last_seen < limit and key not in needed]

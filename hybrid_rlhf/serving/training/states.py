@@ -1,4 +1,4 @@
-"""What commands do to the state of a model, in the engine and on disk."""
+"""Effects of commands on the state of a model, in the engine and on disk."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class ModelStates:
     """The states of all models. Used on the engine's thread only."""
 
     def __init__(self, base: LoadedBase, store: Store, metrics: TrainingMetrics) -> None:
-        """Take the engine, the disk, and what counts steps."""
+        """Set the engine, the disk, and the metrics that count steps."""
         self.engine = base.engine
         self.store = store
         self._tokenizer = base.tokenizer
-        self._metrics = metrics
+        self.metrics = metrics
 
     def bring_in(self, model: Model) -> None:
-        """Give the engine the state that a model has by its run.
+        """Load the state of a model into the engine: its newest saved one, or its initial one.
 
         Raises:
-            UserError: when it begins with something that is no adapter.
-            UnknownObject: when its checkpoint is not there any more.
+            UserError: when the run begins with a checkpoint that is not an adapter.
+            UnknownObject: when its checkpoint no longer exists.
         """
         run = model.run
         if run.saved_path is not None:
@@ -77,7 +77,7 @@ class ModelStates:
 
         Raises:
             CommandFailed: when a backward pass has failed; the gradient is discarded.
-            UserError: when a backward pass was refused, as well; when there is no gradient.
+            UserError: when a backward pass was refused, likewise; when there is no gradient.
         """
         broken = model.broken
         if broken is not None or not model.has_gradient:
@@ -90,7 +90,7 @@ class ModelStates:
         model.saved = False  # also if the step fails half way
         stats = self.engine.step(model.run.run_id, adam)
         model.has_gradient = False
-        self._metrics.steps.labels(model.run.tenant).inc()
+        self.metrics.steps.labels(model.run.tenant).inc()
         # a step would replace the client's own; a norm that is not finite is no number of JSON, and `skipped` tells it
         metrics = {key: stats[key] for key in ("grad_norm", "skipped") if math.isfinite(stats[key])}
         return {"metrics": metrics, "type": "optim_step"}
@@ -108,8 +108,8 @@ class ModelStates:
         """Write a checkpoint of a model; `seq`: of the command.
 
         Raises:
-            UserError: for a name that cannot be one or is taken, a sampling session that has other weights, or when the
-                key has too much.
+            UserError: for an invalid or used name, a sampling session with other weights, or when the key exceeds its
+                quota.
         """
         run = model.run
         kind = body.kind
@@ -166,7 +166,7 @@ class ModelStates:
             its path.
 
         Raises:
-            UserError: when it is no adapter of this base, or the key has too much.
+            UserError: when it is not an adapter of this base, or the key exceeds its quota.
         """
         checkpoint = Checkpoint(f"import-{secrets.token_hex(4)}", "weights", checked_name(name), tenant.name, 0, 0)
 
@@ -184,7 +184,7 @@ class ModelStates:
 
 
 def saved_answer(checkpoint: Checkpoint) -> dict[str, str | None]:
-    """What a client learns of a checkpoint that its command wrote."""
+    """The part of a command's answer that names the checkpoint it wrote."""
     if checkpoint.unnamed and checkpoint.sampler is not None:
         return {"path": None, "sampling_session_id": checkpoint.sampler}
     return {"path": checkpoint.path}

@@ -1,4 +1,4 @@
-"""Training runs and their checkpoints on disk: what a killed server comes back with.
+"""Training runs and their checkpoints on disk, with which a killed server restarts.
 
     runs/RUN/run.json                              who owns it, its adapter, and which saved state it continues from
     runs/RUN/weights/NAME/                         a PEFT folder with the optimizer's state
@@ -76,7 +76,7 @@ def folder_named(folder: Path, name: str) -> Iterator[None]:
 
 
 class UnknownObject(Exception):
-    """A request names something that is not there, or that another key owns."""
+    """A request names an object that does not exist, or that another key owns."""
 
 
 @dataclass
@@ -310,7 +310,7 @@ class Store:
         """
         self.usage.require_room(checkpoint.tenant, checkpoint.path, 0)  # before it is written
         replaced = self._of_path(checkpoint.path)
-        # a command that a killed server had not answered comes again
+        # a client sends a command again that a killed server had not answered
         if replaced is not None and not overwrite and replaced.seq != checkpoint.seq:
             raise UserError(f"a checkpoint never changes, {checkpoint.path} exists: give another name, or overwrite")
         folder = self._runs_folder / checkpoint.run_id / checkpoint.kind / checkpoint.name
@@ -390,7 +390,7 @@ class Store:
             self._delete_unused(run)
 
     def _delete_unused(self, run_id: str) -> None:
-        """Delete what is left of a run that nobody can continue, as it has no session and no checkpoint."""
+        """Delete a run without a session and a checkpoint: nobody can continue it."""
         run = self.runs.get(run_id)
         if (run is None or run.session_id not in self.sessions) and not self.checkpoints(run_id=run_id):
             self.runs.pop(run_id, None)

@@ -1,4 +1,4 @@
-"""The keys of a server: who sends a request, what each has in flight, and whose turn is next."""
+"""API keys of a server: the tenant of a request, its quotas, and fair queueing among tenants."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ONLY_TENANT = "local"
 
 
 class QuotaExceeded(Exception):
-    """A key has as much as it may have in flight; the client tries again."""
+    """A key has reached its limit of requests in flight; the client tries again."""
 
 
 @dataclass(frozen=True)
 class Quotas:
-    """What each key may have at a time."""
+    """Limits of each key."""
 
     requests: int
     """Requests without a result."""
     queued_bytes: int
-    """Bytes of their bodies, and of the rows that were made of them."""
+    """Bytes of their bodies, and of the rows that are built from them."""
     models: int
     """Adapters in training."""
 
@@ -49,14 +49,14 @@ class Tenant:
     """Held while a body is read."""
 
     def __post_init__(self) -> None:
-        """Limit the bodies that arrive as those that wait."""
+        """Apply the limit of queued bytes to bodies that are still arriving."""
         self.arriving = Arriving(self.quotas.queued_bytes)
 
     def admit(self, size: int, *, always: bool = False) -> None:
         """Count a request of this many bytes.
 
         Raises:
-            QuotaExceeded: when that would be too much, unless it is admitted always.
+            QuotaExceeded: when it exceeds a quota, unless `always` is set.
         """
         quotas = self.quotas
         is_full = self.requests >= quotas.requests or self.queued_bytes + size > max(quotas.queued_bytes, size)
@@ -74,7 +74,7 @@ class Tenants:
     """All keys."""
 
     def __init__(self, keys: Mapping[str, str], quotas: Quotas) -> None:
-        """Take the keys by the names of their tenants; none: any key is accepted, for one tenant."""
+        """Set the keys by the names of their tenants; without keys, any key is accepted, for a single tenant."""
         self.has_keys = bool(keys)
         """True if only these keys are accepted."""
         named = keys or {ONLY_TENANT: KEY_START}
@@ -83,7 +83,7 @@ class Tenants:
     def of_key(self, key: str) -> Tenant | None:
         """The tenant of a key; None for an unknown one."""
         is_accepted = hmac.compare_digest if self.has_keys else bytes.startswith
-        # all of them are compared, so that the time tells nothing
+        # all keys are compared, so that the duration reveals nothing
         tenants = [tenant for tenant, known in self._keys.items() if is_accepted(key.encode(), known)]
         return tenants[0] if tenants else None
 
@@ -93,11 +93,11 @@ class Tenants:
 
 
 class FairShare:
-    """Whose turn it is: that of the tenant with work that has had the least.
+    """Start-time fair queueing (Goyal et al. 1996) among tenants.
 
-    A tenant that begins to wait is set to the present time, which is the work that the tenant served last had had
-    before, so that no one saves up turns, and no one is behind for what it had while it was alone: start-time fair
-    queueing (Goyal et al. 1996).
+    The virtual time of a tenant is the work that was charged to it. `next` picks the active tenant with the lowest
+    virtual time. One that becomes active starts at the current virtual time, that of the tenant that was picked last,
+    so idle time earns no credit, and work that was done while no other tenant was active is no debt.
     """
 
     def __init__(self) -> None:
@@ -106,18 +106,18 @@ class FairShare:
         self._waiting: set[Tenant] = set()
 
     def update(self, waiting: Iterable[Tenant]) -> None:
-        """Take the tenants that have work now."""
+        """Set the active tenants, those that have work now."""
         now = set(waiting)
         for tenant in now - self._waiting:
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._time)
         self._waiting = now
 
     def next(self, items: Iterable[ItemT], tenant_of: Callable[[ItemT], Tenant]) -> ItemT:
-        """The first item of the tenant that has had the least; all tenants were given to `update`."""
+        """The first item of the active tenant with the lowest virtual time."""
         chosen = min(items, key=lambda item: self._served[tenant_of(item)])
         self._time = max(self._time, self._served[tenant_of(chosen)])
         return chosen
 
     def charge(self, tenant: Tenant, tokens: float) -> None:
-        """Count work for a tenant."""
+        """Advance the virtual time of a tenant by its work."""
         self._served[tenant] += tokens

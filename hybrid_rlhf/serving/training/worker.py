@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.training.futures import CommandFailed
-from hybrid_rlhf.serving.training.metrics import TrainingMetrics
 from hybrid_rlhf.serving.training.queue import BACKWARD, Command, CommandQueue, Model, TakenRow
 from hybrid_rlhf.serving.training.rows import forward_backward_answer
 from hybrid_rlhf.serving.training.sessions import Sessions
@@ -28,15 +27,7 @@ _SWEEP_SECONDS = 10.0
 class EngineWorker:
     """Runs the commands of all models. Used on the event loop only."""
 
-    def __init__(
-        self,
-        queue: CommandQueue,
-        states: ModelStates,
-        sessions: Sessions,
-        *,
-        session_seconds: float,
-        metrics: TrainingMetrics,
-    ) -> None:
+    def __init__(self, queue: CommandQueue, states: ModelStates, sessions: Sessions, *, session_seconds: float) -> None:
         """Take what it works on.
 
         Args:
@@ -44,13 +35,12 @@ class EngineWorker:
             states: what a command does.
             sessions: the clients.
             session_seconds: time without a heartbeat or a command after which the models of a session leave the engine.
-            metrics: what is counted.
         """
         self._queue = queue
         self._states = states
         self._sessions = sessions
         self._session_seconds = session_seconds
-        self._metrics = metrics
+        self._metrics = states.metrics
         self._wake = asyncio.Event()
         self._next_sweep = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
@@ -63,7 +53,7 @@ class EngineWorker:
         self._wake.set()
 
     def sweep_soon(self) -> None:
-        """Let models leave as soon as they can."""
+        """Remove unused models from the engine as soon as possible."""
         self._next_sweep = 0.0
         self._wake.set()
 
@@ -120,7 +110,7 @@ class EngineWorker:
         assert command.run is not None
         model = command.model
         try:
-            command.future.finish(await self.on_engine(command.run))
+            command.future.finish(await self.on_engine(command.run, model, model.next_seq))
         except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
             command.future.fail_with(error, command.name)
             if command.name == BACKWARD:  # refused, as others have rows
@@ -154,7 +144,7 @@ class EngineWorker:
             return error
         for (command, row), result in zip(rows, results, strict=True):
             model = command.model
-            model.has_gradient |= row.learns
+            model.has_gradient |= command.name == BACKWARD
             command.results.append(result)
             self._metrics.trained_tokens.labels(model.tenant.name).inc(row.tokens)
             if len(command.results) == len(command.rows):
@@ -171,7 +161,7 @@ class EngineWorker:
     # -- models that leave
 
     async def _sweep(self) -> None:
-        """Let models leave whose session has finished or was not seen for long; end what has had its time."""
+        """Remove models whose session has finished or had no activity for long; delete what has expired."""
         models = self._queue.models
         for model in list(models.values()):
             over = self._sessions.is_silent(model.run.session_id, self._session_seconds)
@@ -187,8 +177,8 @@ class EngineWorker:
         await self.on_engine(self._states.store.expire)
 
     async def _leave(self, model: Model) -> None:
-        """Forget a model's state; commands that wait for it fail. One that comes meanwhile begins with the saved
-        state."""
+        """Remove a model from the engine; commands that wait for it fail. One that arrives in the meantime starts from
+        the saved state."""
         del self._queue.models[model.run.run_id]
         if model.ready:
             await self.on_engine(self._states.engine.remove, model.run.run_id)
@@ -202,13 +192,13 @@ def _break(command: Command, error: Exception) -> None:
     """Fail a command whose rows cannot be computed; the step that their gradient is for is left out too."""
     reason = _reason(error)
     command.future.fail(f"forward_backward has failed: {reason}", by_user=isinstance(reason, UserError))
-    if command.rows[0].learns:
+    if command.name == BACKWARD:
         command.model.broken = reason
     command.model.end()
 
 
 def _reason(error: Exception) -> UserError | CommandFailed:
-    """What a client learns of an error."""
+    """The error as the client receives it."""
     if isinstance(error, UserError):
         return error
     return CommandFailed(f"{type(error).__name__}: the log of the server tells why")

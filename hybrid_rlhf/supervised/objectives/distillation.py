@@ -22,7 +22,7 @@ from hybrid_rlhf.configs.sft import DistillConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
 from hybrid_rlhf.data.packing import row_sequences
-from hybrid_rlhf.data.row_views import AugmentedRows, RowSequence
+from hybrid_rlhf.data.row_views import RowSequence, augmented_rows
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import gathered
@@ -72,8 +72,8 @@ class DistillObjective(Objective[DistillBatch]):
         self.packs = teacher.packs
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> DistillBatch:
-        """Collate the rows as tokens on the device, and keep the rows."""
-        return DistillBatch(collate_tokens(rows, self._pad_token_id).to(self._device), rows)
+        """Collate the rows as tokens, and keep the rows."""
+        return DistillBatch(collate_tokens(rows, self._pad_token_id), rows)
 
     def resample(self, engine: ModelEngine, batches: Sequence[DistillBatch], *, step: int) -> Sequence[DistillBatch]:
         """In updates chosen by a seeded draw, replace the completions of the data by the student's own."""
@@ -91,8 +91,7 @@ class DistillObjective(Objective[DistillBatch]):
         replaced = []
         for batch, pairs in zip(batches, sequences_of, strict=True):
             rows = [row if request is None else _completed(request[0], next(completions)) for row, request in pairs]
-            tokens = collate_tokens(rows, self._pad_token_id).to(self._device)
-            replaced.append(DistillBatch(tokens, batch.rows, on_policy=True))
+            replaced.append(DistillBatch(collate_tokens(rows, self._pad_token_id), batch.rows, on_policy=True))
         return replaced
 
     def count(self, batch: DistillBatch) -> int:
@@ -117,9 +116,9 @@ class DistillObjective(Objective[DistillBatch]):
             hidden = self._teacher(*inputs)
         with gathered(module.head.parameters()):
             total, divergence, nll = engine(*inputs, targets=TeacherTargets(hidden, module.head, rule))
-        count = torch.tensor(float(self.count(batch)), device=self._device)
+        count = torch.full((), float(self.count(batch)), device=self._device)
         loss = LossSum(total, count, {"divergence": divergence, "sft": nll, "on_policy": count * batch.on_policy})
-        return engine.with_router_losses(loss, tokens.loss_mask.sum(dim=1))
+        return engine.with_router_losses(loss, tokens.for_loss(self._device).loss_mask.sum(dim=1))
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
         """Means per token; sft is the negative log-likelihood of the completions, sampled or not."""
@@ -171,4 +170,4 @@ def with_row_numbers(rows: RowSequence, config: DistillConfig, *, max_length: in
     packed = "padded_tokens" in rows.column_names
     most = list(rows["padded_tokens"]) if packed else [limit] * len(lengths)
     grown = [min(m, n + m // limit * config.sampling.max_new_tokens) for n, m in zip(lengths, most, strict=True)]
-    return AugmentedRows(rows, lambda place, _: {"place": place}, columns={"length": grown})
+    return augmented_rows(rows, lambda place, _: {"place": place}, {"length": grown})

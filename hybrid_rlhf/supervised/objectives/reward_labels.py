@@ -29,14 +29,16 @@ class RewardLabelObjective(ScoreObjective[RewardLabelBatch]):
 
     def loss(self, engine: ModelEngine, batch: RewardLabelBatch) -> LossSum:
         """Return the binary cross-entropy of the labels' scores, summed over labels."""
-        scores = self.outputs(engine, batch)[batch.sequence_index, batch.token_index]
+        outputs, batch = self.outputs(engine, batch)
+        scores = outputs[batch.sequence_index, batch.token_index]
         correct = (scores.detach() > 0) == (batch.labels >= 0.5)
         loss = labelled_reward_loss(scores, labels=batch.labels)
         return self.with_head_counts(loss, correct, batch.head[batch.sequence_index])
 
     def calibration_data(self, engine: ModelEngine, batch: RewardLabelBatch) -> CalibrationData:
         """Return the scores at the labels, and the same scores signed by their labels."""
-        scores = self.outputs(engine, batch)[batch.sequence_index, batch.token_index]
+        outputs, batch = self.outputs(engine, batch)
+        scores = outputs[batch.sequence_index, batch.token_index]
         heads = batch.head[batch.sequence_index]
         return CalibrationData(torch.where(batch.labels >= 0.5, scores, -scores), heads, scores, heads)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ from hybrid_rlhf.supervised.trainer import Objective
 ScoredT = TypeVar("ScoredT", PreferenceBatch, RewardLabelBatch)
 
 
-@dataclass(frozen=True)
-class CalibrationData:
+class CalibrationData(NamedTuple):
     """Scores of a model, for its calibration."""
 
     margins: Tensor
@@ -52,9 +51,11 @@ class ScoreObjective(Objective[ScoredT]):
     def calibration_data(self, engine: ModelEngine, batch: ScoredT) -> CalibrationData:
         """Scores and margins of a batch."""
 
-    def outputs(self, engine: ModelEngine, batch: ScoredT) -> Tensor:
-        """[N, T] scores after each token, of the head that each completion trains."""
-        return of_heads(engine(batch.input_ids, batch.attention_mask), batch.head)
+    def outputs(self, engine: ModelEngine, batch: ScoredT) -> tuple[Tensor, ScoredT]:
+        """[N, T] scores after each token, of the head that each completion trains; and the batch for a loss."""
+        outputs = engine(batch.input_ids, batch.attention_mask)
+        batch = batch.for_loss(self._device)
+        return of_heads(outputs, batch.head), batch
 
     def with_head_counts(self, loss: LossSum, correct: Tensor, heads: Tensor) -> LossSum:
         """A loss with the number of comparisons or labels in its stats, and per head the number that are correct.
@@ -92,7 +93,9 @@ class RewardPairObjective(ScoreObjective[PreferenceBatch]):
 
     def loss(self, engine: ModelEngine, batch: PreferenceBatch) -> LossSum:
         """Return the loss of the pairs or ranked lists, summed over them."""
-        scores = scores_at_end(self.outputs(engine, batch), batch.attention_mask)
+        lists = self.count(batch)
+        outputs, batch = self.outputs(engine, batch)
+        scores = scores_at_end(outputs, batch.attention_mask)
         chosen, rejected = scores[batch.chosen_index], scores[batch.rejected_index]
         listwise = self._config.loss == "listwise"
         loss = pairwise_reward_loss(
@@ -104,14 +107,15 @@ class RewardPairObjective(ScoreObjective[PreferenceBatch]):
         if listwise:
             worse = torch.zeros(len(scores), len(scores), dtype=torch.bool, device=scores.device)
             worse[batch.chosen_index, batch.rejected_index] = True
-            order = listwise_reward_loss(scores, worse=worse, lists=self.count(batch))
+            order = listwise_reward_loss(scores, worse=worse, lists=lists)
             centering = self._config.centering_coef * (chosen + rejected).square().sum()
             loss = LossSum(order.total + centering, order.count, loss.stats)
         return self.with_head_counts(loss, (chosen > rejected).detach(), batch.head[batch.chosen_index])
 
     def calibration_data(self, engine: ModelEngine, batch: PreferenceBatch) -> CalibrationData:
         """Return the margins of the pairs, and the scores of the completions that are compared."""
-        scores = scores_at_end(self.outputs(engine, batch), batch.attention_mask)
+        outputs, batch = self.outputs(engine, batch)
+        scores = scores_at_end(outputs, batch.attention_mask)
         compared = torch.cat([batch.chosen_index, batch.rejected_index]).unique()
         return CalibrationData(
             scores[batch.chosen_index] - scores[batch.rejected_index],

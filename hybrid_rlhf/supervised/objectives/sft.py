@@ -34,6 +34,7 @@ class SFTObjective(Objective[TokenBatch]):
     def loss(self, engine: ModelEngine, batch: TokenBatch) -> LossSum:
         """Return the negative log-likelihood, summed over the tokens with loss."""
         logprobs, _ = engine(batch.input_ids, batch.attention_mask, batch.loss_mask)
+        batch = batch.for_loss(self._device)
         return engine.with_router_losses(sft_loss(logprobs, mask=batch.loss_mask), batch.loss_mask.sum(dim=1))
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:

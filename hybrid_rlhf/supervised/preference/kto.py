@@ -46,8 +46,8 @@ class KTO:
         rewards = config.beta * log_ratio.detach()
         stats = {
             "accuracy": ((log_ratio.detach() > reference_point) == good).float().sum(),
-            "good_reward": rewards[good].sum(),
-            "bad_reward": rewards[~good].sum(),
+            "good_reward": torch.where(good, rewards, 0.0).sum(),
+            "bad_reward": torch.where(good, 0.0, rewards).sum(),
             "good": good.float().sum(),
             "kl": reference_point.detach() * len(losses),
         }

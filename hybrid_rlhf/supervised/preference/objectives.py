@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
@@ -16,13 +17,13 @@ from hybrid_rlhf.data.collation import (
 )
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.functional.transfers import moved
 from hybrid_rlhf.supervised.preference.kto import KTO
 from hybrid_rlhf.supervised.preference.pair_loss import PairLoss, PairSide
 from hybrid_rlhf.supervised.preference.reference import (
     BatchT,
     EngineContext,
     completion_logprobs,
-    with_live_logprobs,
 )
 from hybrid_rlhf.supervised.trainer import Objective
 
@@ -43,9 +44,13 @@ class PreferenceObjective(Objective[BatchT], Generic[BatchT, LossT]):
         self._loss: LossT = loss
         self._reference = reference
 
+    @torch.no_grad()
     def prepare(self, engine: ModelEngine, batches: Sequence[BatchT]) -> Sequence[BatchT]:
         """Add the reference's log-probs, if the reference runs at each update."""
-        return batches if self._reference is None else with_live_logprobs(batches, self._reference)
+        if self._reference is None:
+            return batches
+        with self._reference() as reference:
+            return [replace(batch, ref_logprobs=completion_logprobs(reference, batch)) for batch in batches]
 
 
 class PreferencePairObjective(PreferenceObjective[PreferenceBatch, PairLoss]):
@@ -60,6 +65,7 @@ class PreferencePairObjective(PreferenceObjective[PreferenceBatch, PairLoss]):
     def loss(self, engine: ModelEngine, batch: PreferenceBatch) -> LossSum:
         """Return the loss, summed over pairs."""
         logprobs = completion_logprobs(engine, batch)
+        batch = batch.for_loss(self._device)
         tokens = _lengths(batch)
 
         def side(index: Tensor) -> PairSide:
@@ -67,7 +73,8 @@ class PreferencePairObjective(PreferenceObjective[PreferenceBatch, PairLoss]):
 
         loss = self._loss(side(batch.chosen_index), side(batch.rejected_index))
         both = torch.cat([batch.chosen_index, batch.rejected_index])
-        return engine.with_router_losses(loss, 0.5 * both.bincount(minlength=len(logprobs)))
+        halves = torch.full_like(both, 0.5, dtype=logprobs.dtype)
+        return engine.with_router_losses(loss, torch.zeros_like(logprobs).index_add_(0, both, halves))
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
         """Means over pairs of loss, accuracy, margin, rewards and SFT loss."""
@@ -89,9 +96,10 @@ class PreferenceLabelObjective(PreferenceObjective[PreferenceLabelBatch, KTO]):
         sums = torch.zeros(2, device=self._device)
         for batch in batches:
             rows = _or_first(batch.mismatched_index)
-            log_ratio = _logprobs_of(engine, batch, rows) - batch.ref_logprobs[rows]
+            ref_logprobs, index = moved((batch.ref_logprobs, rows), self._device)
+            log_ratio = _logprobs_of(engine, batch, rows) - ref_logprobs[index]
             count = len(batch.mismatched_index)
-            sums += torch.stack([log_ratio[:count].sum(), torch.tensor(float(count), device=self._device)])
+            sums += torch.stack([log_ratio[:count].sum(), torch.full((), float(count), device=self._device)])
         total, count = engine.world.all_reduce(sums)
         self._reference_point = (total / count.clamp(min=1)).clamp(min=0)
         return batches
@@ -105,6 +113,8 @@ class PreferenceLabelObjective(PreferenceObjective[PreferenceLabelBatch, KTO]):
         rows = _or_first(batch.labelled_index)
         count = len(batch.labelled_index)
         logprobs = _logprobs_of(engine, batch, rows)[:count]
+        batch = batch.for_loss(self._device)
+        rows = _or_first(batch.labelled_index)
         ref_logprobs = batch.ref_logprobs[rows][:count]
         tokens = _lengths(batch)[rows][:count]
         loss = self._loss(

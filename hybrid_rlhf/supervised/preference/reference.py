@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.preference import PreferenceReferenceConfig, PreferenceStepConfig
 from hybrid_rlhf.data.collation import PreferenceBatch, PreferenceLabelBatch
-from hybrid_rlhf.data.row_views import AugmentedRows, RowSequence, RowSubset
+from hybrid_rlhf.data.row_views import RowSequence, RowView, augmented_rows, row_subset
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.loop.setup import build_frozen_engine, require_same_tokens, resolve
@@ -42,13 +42,6 @@ def completion_logprobs(engine: ModelEngine, batch: PreferenceBatch | Preference
     """[N] log-probs of the completions of a batch, summed over their tokens."""
     logprobs: Tensor = engine(batch.input_ids, batch.attention_mask, batch.response_mask)[0]
     return logprobs.sum(dim=1)
-
-
-@torch.no_grad()
-def with_live_logprobs(batches: Sequence[BatchT], reference: EngineContext) -> list[BatchT]:
-    """Batches with log-probs that the reference computes now."""
-    with reference() as engine:
-        return [replace(batch, ref_logprobs=completion_logprobs(engine, batch)) for batch in batches]
 
 
 @torch.no_grad()
@@ -75,14 +68,12 @@ def compute_reference_logprobs(
         return {}
     computed: dict[str, list[float]] = {}
     for micro_batches in one_pass(rows, plan, reference.world, padded=not reference.packs, progress=progress):
-        for micro in micro_batches:
-            logprobs = completion_logprobs(reference, collate(micro)).tolist()
-            for row in micro:
-                count = 1 if row is None else len(row["responses"])
-                of_row = logprobs[:count]
-                logprobs = logprobs[count:]
-                if row is not None:
-                    computed[completions_key(row)] = of_row
+        of_all = [completion_logprobs(reference, collate(micro)) for micro in micro_batches]
+        logprobs = iter(torch.cat(of_all).tolist() if of_all else [])
+        for row in chain.from_iterable(micro_batches):
+            of_row = list(islice(logprobs, 1 if row is None else len(row["responses"])))
+            if row is not None:
+                computed[completions_key(row)] = of_row
     gathered = reference.world.all_gather_objects(computed)
     return {key: values for part in gathered for key, values in part.items()}
 
@@ -134,7 +125,7 @@ class ReferenceModel:
         used: Sequence[int],
         collate: Callable[[Sequence[Mapping[str, Any] | None]], Any],
         plan: BatchPlan,
-    ) -> list[AugmentedRows]:
+    ) -> list[RowView]:
         """Training and held-out rows with the reference's log-probs, from the run's folder or computed now.
 
         Args:
@@ -163,7 +154,7 @@ class ReferenceModel:
             progress = self._run.progress("reference log-probs", total=count)
             for (rows, _), numbers in zip(wanted, missing, strict=True):
                 known |= compute_reference_logprobs(
-                    RowSubset(rows, numbers), engine, collate=collate, plan=plan, progress=progress
+                    row_subset(rows, numbers), engine, collate=collate, plan=plan, progress=progress
                 )
             if engine is not self._actor:
                 engine.drop_weights()
@@ -171,7 +162,7 @@ class ReferenceModel:
                 write_whole(file, json.dumps({"reference": self._path, "logprobs": known}))
             world.barrier()
         return [
-            AugmentedRows(rows, lambda _, row: {"ref_logprobs": list(known[completions_key(row)])})
+            augmented_rows(rows, lambda _, row: {"ref_logprobs": list(known[completions_key(row)])}, {})
             for rows in (train, held_out)
         ]
 

@@ -21,6 +21,7 @@ VIEWS = {
     "tokens": "sample?run={run}&step=60&index=3&view=tokens&place=60",
     "signals": "signals?run={run}",
     "preferences": "preferences?run={run}",
+    "asked": "preferences?ask=1",
     "chat": "chat",
     "start": "start",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import re
 import time
@@ -202,9 +203,28 @@ def test_preferences_are_blind_and_judged_by_keys(board: ServedBoard, page: Any)
     page.keyboard.press("0")
     wait_for_text(page, "2 judgements")
     summary = board.get("/api/preferences/summary")
-    assert summary["by"] == {"me": 2}
+    assert summary["by"] == {getpass.getuser(): 2}
     lines = [json.loads(line) for line in Path(summary["pairs_file"]).read_text().splitlines()]
     assert len(lines) == 2
+    page.keyboard.press("u")  # a wrong key
+    wait_for_text(page, "1 judgement")
+    wait_in_page(page, "!document.querySelector('.answer button').disabled")
+    assert len(Path(summary["pairs_file"]).read_text().splitlines()) == 1
+
+
+def test_the_list_of_runs_is_sorted_by_its_columns(board: ServedBoard, page: Any) -> None:
+    show(page, board.url, "runs")
+    names = page.locator(".cell-name a")
+    names.first.wait_for()
+    latest = names.all_inner_texts()
+    page.get_by_role("button", name="Run", exact=True).click()
+    wait_in_page(page, "document.querySelector('th[aria-sort=ascending]')?.textContent.includes('Run')")
+    assert names.all_inner_texts() == sorted(latest)
+    page.get_by_role("button", name="Run", exact=True).click()
+    wait_in_page(page, "document.querySelector('th[aria-sort=descending]')?.textContent.includes('Run')")
+    assert names.all_inner_texts() == sorted(latest, reverse=True)
+    page.get_by_role("searchbox").fill("finished grpo")
+    wait_in_page(page, "document.querySelectorAll('.cell-name a').length === 3")
 
 
 def test_keys_and_theme(board: ServedBoard, page: Any) -> None:
@@ -249,6 +269,51 @@ def test_the_form_checks_settings_while_they_are_entered(board: ServedBoard, pag
     assert page.get_by_role("button", name="Start the run").is_disabled()
 
 
+_CONTRAST = """element => {
+  const channel = value => (value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+  const light = color => color.match(/[0-9.]+/g).slice(0, 3)
+    .reduce((sum, value, place) => sum + [0.2126, 0.7152, 0.0722][place] * channel(value / 255), 0);
+  let behind = element;
+  while (/rgba\\(.*, 0\\)/.test(getComputedStyle(behind).backgroundColor)) behind = behind.parentElement;
+  const colors = [getComputedStyle(element).color, getComputedStyle(behind).backgroundColor];
+  const [low, high] = colors.map(light).sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_labels_are_readable_in_every_state(board: ServedBoard, page: Any, theme: str) -> None:
+    """Those of primary buttons vanished under the mouse, in the light theme."""
+    page.emulate_media(color_scheme=theme)
+    show(page, board.url, "runs")
+    for kind in ("", "primary", "danger", "quiet"):
+        page.evaluate(
+            "kind => document.querySelector('main').insertAdjacentHTML('afterbegin', "
+            "`<p class='card'><button class='button ${kind}' id='of-test-${kind}'>Label</button></p>`)",
+            kind,
+        )
+        button = page.locator(f"#of-test-{kind}")
+        ratios = [button.evaluate(_CONTRAST)]
+        button.hover()
+        ratios.append(button.evaluate(_CONTRAST))
+        button.focus()
+        ratios.append(button.evaluate(_CONTRAST))
+        button.evaluate("element => { element.disabled = true; }")
+        ratios.append(button.evaluate(_CONTRAST))
+        assert min(ratios) >= 4.5, (kind, ratios)
+
+
+def test_entries_of_the_form_survive_other_views_and_commands(board: ServedBoard, page: Any) -> None:
+    show(page, board.url, "start?command=rl")
+    page.get_by_label("model.path", exact=True).fill("models/mine")
+    show(page, board.url, "runs")
+    show(page, board.url, "start?command=rl")
+    wait_in_page(page, "document.querySelector('[id=\"field-model.path\"]')?.value === 'models/mine'")
+    press(page, "SFT")
+    wait_in_page(page, "document.querySelector('[id=\"field-model.path\"]')?.value === 'models/mine'")
+    assert "command=sft" in page.url
+
+
 def test_a_reward_function_is_entered_as_yaml(board: ServedBoard, page: Any) -> None:
     """It was sent as a text, and looked up as a repository of the hub."""
     show(page, board.url, "start")
@@ -256,9 +321,9 @@ def test_a_reward_function_is_entered_as_yaml(board: ServedBoard, page: Any) -> 
     field.fill("{function: rew.py:score")
     page.locator(".field-problem", has_text="not YAML").wait_for()
     assert field.get_attribute("aria-invalid") == "true"
-    field.fill("output/reward\n{function: rew.py:score, weight: 0.5}")
-    page.locator(".command", has_text='["output/reward", {"function": "rew.py:score", "weight": 0.5}]').wait_for()
-    page.locator("[id='field-data.sources']").fill("rows.jsonl")
+    field.fill("output/reward\n{function: rew:score, weight: 0.5}")
+    page.locator(".command", has_text='["output/reward", {"function": "rew:score", "weight": 0.5}]').wait_for()
+    page.locator("[id='field-data.sources']").fill("hub/rows")
     wait_in_page(page, "document.querySelectorAll('.needed').length === 1")
     assert page.locator(".needed").all_inner_texts() == ["model.path"] and page.locator(".field-problem").count() == 0
 

@@ -12,6 +12,13 @@ export function formatNumber(value) {
   return minus(Number(value.toPrecision(size < 1 ? 3 : 4)).toString());
 }
 
+/** A multiple of a step of an axis, all in one notation: the digits that the step has, or an exponent if it has many. */
+export function formatTick(value, step) {
+  const digits = [0, 1, 2, 3, 4].find((count) => step * 10 ** count > 0.9 && Math.abs(step * 10 ** count - Math.round(step * 10 ** count)) < 1e-6);
+  if (digits !== undefined && step < 1e6) return minus(value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }).replace(/^-(?=[0.]*$)/, ""));
+  return Math.abs(value) < step / 2 ? "0" : minus(value.toExponential(2));
+}
+
 export function formatSigned(value) {
   const text = formatNumber(value);
   return typeof value === "number" && value > 0 ? `+${text}` : text;
@@ -22,7 +29,9 @@ const minus = (text) => text.replace(/^-/, "−");
 export function formatSeconds(seconds) {
   if (seconds === null || seconds === undefined) return MISSING;
   if (seconds < 90) return `${formatNumber(Number(seconds.toPrecision(3)))} s`;
+  const whole = Math.round(seconds);
   const minutes = Math.round(seconds / 60);
+  if (whole < 600 && whole % 60) return `${Math.floor(whole / 60)}:${String(whole % 60).padStart(2, "0")} min`;
   return minutes < 90 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 

@@ -22,7 +22,7 @@ export const SHORTCUTS = [
     ["c", "next column of values"],
   ]],
   ["Charts", [["←, →", "move through the steps of the focused chart"]]],
-  ["Preferences", [["1, 2", "the left, the right answer is better"], ["0", "equal"], ["s", "skip"]]],
+  ["Preferences", [["1, 2", "the left, the right answer is better"], ["0", "equal"], ["s", "skip"], ["u", "undo"]]],
 ];
 
 const typing = (target) => target.closest?.("input:not([type=checkbox]):not([type=radio]):not([type=range]), textarea, select, [contenteditable]");

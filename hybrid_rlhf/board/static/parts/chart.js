@@ -1,6 +1,6 @@
 /** One chart of curves on a canvas (uPlot), with its values as text: at the cursor, otherwise the last ones. */
 import { html, useEffect, useMemo, useRef, useState } from "../core/dom.js";
-import { formatNumber } from "../core/format.js";
+import { formatNumber, formatTick } from "../core/format.js";
 import { smoothed } from "../core/numbers.js";
 import { CURVE_COLORS, themeColor, useTheme } from "../core/theme.js";
 
@@ -8,6 +8,17 @@ const { uPlot } = globalThis;
 const FADED = 0.28;
 const BAND = 0.16;
 
+const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800];
+const STEPS = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((first) => first * 10 ** power)).flat();
+
+/** The range of an axis; around a single value as much on both sides. */
+function range(_, low, high) {
+  if (low !== high || low === null) return uPlot.rangeNum(low, high, 0.1, true);
+  const room = Math.abs(low) / 10 || 1;
+  return [low - room, high + room];
+}
+
+const isSingle = (curve) => curve.y.filter((value) => value !== null && value !== undefined).length === 1;
 const withAlpha = (color, alpha) => color.replace(/^rgb\((.*)\)$/, `rgba($1, ${alpha})`);
 const positive = (values) => values.map((value) => (value > 0 ? value : null));
 
@@ -34,7 +45,7 @@ function columns(curves, { weight, log }) {
   return { lines, data: tables.length ? uPlot.join(tables) : [[]] };
 }
 
-function options({ lines, log, width, height, formatX, onCursor }) {
+function options({ lines, log, width, height, formatX, xName, onCursor }) {
   const muted = themeColor("muted");
   const grid = themeColor("line");
   const axis = { stroke: muted, grid: { stroke: grid, width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
@@ -45,7 +56,7 @@ function options({ lines, log, width, height, formatX, onCursor }) {
       label: curve.label,
       stroke: kind === "raw" ? withAlpha(color, FADED) : faded ? "transparent" : color,
       width: faded ? 1 : 1.75,
-      points: { show: kind === "line" ? undefined : false },
+      points: kind !== "line" ? { show: false } : isSingle(curve) ? { show: true, size: 7, fill: color } : {},
       spanGaps: true,
     };
   });
@@ -59,10 +70,10 @@ function options({ lines, log, width, height, formatX, onCursor }) {
     padding: [8, 12, 0, 0],
     legend: { show: false },
     cursor: { y: false, sync: { key: "curves" }, drag: { x: true, y: false } },
-    scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+    scales: { x: { time: false }, y: log ? { distr: 3 } : { range } },
     axes: [
-      { ...axis, size: 26, gap: 4, values: (_, places) => places.map(formatX) },
-      { ...axis, size: 56, gap: 4, values: (_, places) => places.map((place) => (place === null ? "" : formatNumber(place))) },
+      { ...axis, size: 26, gap: 4, incrs: xName === "time" ? SECONDS : STEPS, values: (_, places) => places.map(formatX) },
+      { ...axis, size: 56, gap: 4, values: (_, places, __, ___, step) => places.map((place) => (place === null ? "" : log ? formatNumber(place) : formatTick(place, step))) },
     ],
     hooks: { setCursor: [(plot) => onCursor(plot.cursor.idx ?? null)] },
   };
@@ -85,10 +96,10 @@ export function Chart({ title, curves, weight = 0, log = false, formatX = format
   const [place, setPlace] = useState(null);
   const { dark } = useTheme();
   const { lines, data } = useMemo(() => columns(curves, { weight, log }), [curves, weight, log]);
-  const shape = lines.map(({ curve, kind }) => `${curve.label} ${curve.color} ${kind}`).join("\n");
+  const shape = lines.map(({ curve, kind }) => `${curve.label} ${curve.color} ${kind} ${isSingle(curve)}`).join("\n");
   useEffect(() => {
     const width = host.current.clientWidth;
-    plot.current = new uPlot(options({ lines, log, width, height, formatX, onCursor: setPlace }), data, host.current);
+    plot.current = new uPlot(options({ lines, log, width, height, formatX, xName, onCursor: setPlace }), data, host.current);
     const observer = new ResizeObserver(() => plot.current.setSize({ width: host.current.clientWidth, height }));
     observer.observe(host.current);
     return () => {

@@ -32,3 +32,10 @@ export function RunPicker({ runs, run, clear = {} }) {
     </select>
   </label>`;
 }
+
+/** One saved model. */
+export function ModelSelect({ models, value, label, optional, onChange }) {
+  return html`<label class="field-inline"><span>${label}</span><select class="input compact" value=${value ?? ""} onChange=${(event) => onChange(event.target.value)}>
+    ${optional && html`<option value="">none</option>`}
+    ${models.map((model) => html`<option key=${model.path} value=${model.path} selected=${model.path === value}>${model.name}</option>`)}</select></label>`;
+}

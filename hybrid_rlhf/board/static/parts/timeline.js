@@ -69,7 +69,8 @@ export function Memory({ plan, measured }) {
   if (!names.length) return html`<p class="muted">The run has no memory plan and measured no memory.</p>`;
   const bar = (value, kind) => html`<span class="memory-track" aria-hidden="true">${Number.isFinite(value) && html`<span class=${kind} style=${{ width: `${(100 * value) / highest}%` }}></span>`}</span>`;
   const gib = (value) => (Number.isFinite(value) ? `${formatNumber(value)} GiB` : "–");
-  return html`<table class="table compact memory">
+  return html`<p class="hint">The plan is an upper bound: it has the longest rows that the settings allow.</p>
+  <table class="table compact memory">
     <thead><tr><th scope="col">Phase</th><th scope="col">Planned</th><th scope="col">Measured peak</th></tr></thead>
     <tbody>${names.map((name) => html`<tr key=${name}><th scope="row">${phaseTitle(name)}</th>
       <td>${bar(plan?.[name], "planned")}<span class="memory-value">${gib(plan?.[name])}</span></td>

@@ -3,19 +3,22 @@ import { postForStream, streamed, useData } from "../core/api.js";
 import { html, useEffect, useRef, useState } from "../core/dom.js";
 import { formatNumber } from "../core/format.js";
 import { setQuery } from "../core/route.js";
-import { useSetting } from "../core/settings.js";
+import { useDraft, useSetting } from "../core/settings.js";
 import { Empty, ErrorLine, Field, Loading, ViewHead } from "../parts/basic.js";
 import { Message } from "../parts/messages.js";
+import { ModelSelect } from "../parts/picker.js";
 
-const SAMPLING = { temperature: 0.7, top_p: 1, max_new_tokens: 256, seed: 0 };
+export const SAMPLING = { temperature: 0.7, top_p: 0.95, max_new_tokens: 256, seed: 0 };
 const FIELDS = [["temperature", "Temperature", 0, 5, 0.05], ["top_p", "Top p", 0.01, 1, 0.01], ["max_new_tokens", "Longest answer", 1, 4000, 1], ["seed", "Seed", 0, 2 ** 31 - 1, 1]];
 
 /** The messages of one model: [{role, content, score?, error?, streaming?, loading?}], and what sends the next. */
-function useConversation() {
-  const [messages, setMessages] = useState([]);
+function useConversation(place) {
+  const [kept, keep] = useDraft(`chat.${place}`, []);
+  const [messages, setMessages] = useState(kept);
   const abort = useRef(null);
   const last = (change) => setMessages((old) => [...old.slice(0, -1), { ...old.at(-1), ...change(old.at(-1)) }]);
   useEffect(() => () => abort.current?.abort(), []);
+  useEffect(() => keep(messages.map((message) => ({ ...message, streaming: false, loading: false }))), [messages]);
   const send = async (model, text, { system, sampling, reward }) => {
     const history = [...messages.filter((message) => !message.error), { role: "user", content: text }];
     setMessages([...history, { role: "assistant", content: "", streaming: true, loading: true }]);
@@ -31,7 +34,7 @@ function useConversation() {
       last(() => ({ streaming: false }));
     } catch (error) {
       const stopped = abort.current.signal.aborted;
-      last(() => ({ streaming: false, loading: false, error: stopped ? null : error.message }));
+      last(() => ({ streaming: false, loading: false, stopped, error: stopped ? null : error.message }));
     }
   };
   const clear = () => {
@@ -39,12 +42,6 @@ function useConversation() {
     setMessages([]);
   };
   return { messages, send, clear, stop: () => abort.current?.abort(), busy: Boolean(messages.at(-1)?.streaming) };
-}
-
-function ModelSelect({ models, value, label, optional, onChange }) {
-  return html`<label class="field-inline"><span>${label}</span><select class="input compact" value=${value ?? ""} onChange=${(event) => onChange(event.target.value)}>
-    ${optional && html`<option value="">none</option>`}
-    ${models.map((model) => html`<option key=${model.path} value=${model.path} selected=${model.path === value}>${model.name}</option>`)}</select></label>`;
 }
 
 /** What a message shows before its first token: a first message loads the model, which takes a while. */
@@ -62,7 +59,7 @@ function Column({ name, conversation }) {
   const end = useRef(null);
   useEffect(() => end.current?.scrollIntoView({ block: "nearest" }), [conversation.messages]);
   return html`<section class="card chat-column" aria-label=${`Conversation with ${name}`}><h2>${name}</h2>
-    <div class="conversation" role="log">${conversation.messages.map((message, place) => html`<${Message} key=${place} role=${message.role} text=${message.content || (message.streaming ? html`<${Waiting} name=${name} loading=${message.loading} />` : "")}>
+    <div class="conversation" role="log">${conversation.messages.map((message, place) => html`<${Message} key=${place} role=${message.role} text=${message.content || (message.streaming ? html`<${Waiting} name=${name} loading=${message.loading} />` : message.stopped && "(stopped)")}>
       ${message.score !== null && message.score !== undefined && html`<p class="message-score"><span class="muted">score</span> <b>${formatNumber(message.score)}</b></p>`}
       <${ErrorLine} text=${message.error} /></${Message}>`)}<div ref=${end}></div></div></section>`;
 }
@@ -83,8 +80,10 @@ export function Chat({ query }) {
   const [chosenReward, setReward] = useSetting("reward", "");
   const reward = rewards.some((model) => model.path === chosenReward) ? chosenReward : "";
   const [text, setText] = useState("");
-  const sides = [useConversation(), useConversation()];
-  const paths = [query.model[0] ?? models?.[0]?.path, query.model[1]].filter(Boolean);
+  const sides = [useConversation(0), useConversation(1)];
+  const [remembered, remember] = useDraft("chat.models", []);
+  const named = query.model.length ? query.model : remembered.filter((path) => models?.some((model) => model.path === path));
+  const paths = [named[0] ?? models?.[0]?.path, named[1]].filter(Boolean);
   const busy = sides.some((side) => side.busy);
   const nameOf = (path) => models?.find((model) => model.path === path)?.name ?? path;
   const trained = paths.map((path) => models?.find((model) => model.path === path)?.system ?? "");
@@ -98,13 +97,21 @@ export function Chat({ query }) {
     sides[place].clear();
     const next = [paths[0], paths[1]];
     next[place] = path;
+    remember(next.filter(Boolean));
     setQuery({ model: next.filter(Boolean) });
+  };
+  const save = () => {
+    const content = paths.map((path, place) => ({ model: path, messages: sides[place].messages.map(({ role, content: said }) => ({ role, content: said })) }));
+    const file = URL.createObjectURL(new Blob([JSON.stringify(content, null, 2)], { type: "application/json" }));
+    Object.assign(document.createElement("a"), { href: file, download: "conversation.json" }).click();
+    URL.revokeObjectURL(file);
   };
   const press = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && send(event);
   return html`
     <${ViewHead} title="Chat">${models?.length > 0 && html`
       <${ModelSelect} models=${models} value=${paths[0]} label="Model" onChange=${choose(0)} />
       <${ModelSelect} models=${models} value=${paths[1]} label="Next to" optional onChange=${choose(1)} />
+      <button class="button" onClick=${save} disabled=${!sides[0].messages.length}>Save</button>
       <button class="button" onClick=${() => sides.forEach((side) => side.clear())} disabled=${!sides[0].messages.length}>Start over</button>`}</${ViewHead}>
     <${ErrorLine} text=${error} />
     ${loading && html`<${Loading} what="models" />`}

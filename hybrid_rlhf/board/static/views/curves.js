@@ -10,7 +10,7 @@ import { Choice, Empty, ErrorLine, Loading, QueryInput, Toggle, ViewHead } from 
 import { Chart, useSeen } from "../parts/chart.js";
 import { RunsPicker } from "../parts/picker.js";
 
-const FIRST_SECTIONS = ["objective", "rewards", "eval", "loss", "train", "policy", "critic", "val", "completions", "rollout"];
+const FIRST_SECTIONS = ["objective", "rewards", "sft", "reward", "preference", "loss", "train", "eval", "policy", "critic", "val", "completions", "rollout"];
 const LAST_SECTIONS = ["perf", "time", "memory"];
 
 const sectionOf = (name) => (name.includes("/") ? name.split("/")[0] : "general");
@@ -86,6 +86,10 @@ function MetricChart({ name, store, groups, colors, weight, log, x }) {
 export function Curves({ query }) {
   const { runs, error, loading } = useRuns();
   const chosen = useChosen(runs, (run) => run.step > 0);
+  useEffect(() => {
+    // Without it the page would follow whichever run is the latest.
+    if (!query.run.length && chosen.length) setQuery({ run: chosen.map((run) => run.id) });
+  }, [query.run.length, chosen.length]);
   const { details, error: detailError } = useDetails(chosen);
   const store = useMetrics(chosen.map((run) => run.id));
   const bands = query.bands !== "0";

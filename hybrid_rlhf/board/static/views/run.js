@@ -4,21 +4,28 @@ import { html, useEffect, useRef, useState } from "../core/dom.js";
 import { formatAgo, formatNumber, shortPath } from "../core/format.js";
 import { go, link } from "../core/route.js";
 import { useChosen, useRuns } from "../core/runs.js";
+import { useDraft } from "../core/settings.js";
 import { Dialog, Empty, ErrorLine, Fact, Field, Loading, State, ViewHead } from "../parts/basic.js";
 import { RunPicker } from "../parts/picker.js";
 import { Memory, Timeline } from "../parts/timeline.js";
 
 const PRINTED_MS = 2000;
 
-/** A config as flat rows, the way the command line writes keys. */
+const isObject = (value) => value !== null && typeof value === "object";
+
+/** A config as flat rows, the way the command line writes keys; the leaves of an item of a list have its place. */
 export function flatConfig(config, prefix = "") {
-  return Object.entries(config ?? {}).flatMap(([key, value]) => (value !== null && typeof value === "object" && !Array.isArray(value)
-    ? flatConfig(value, `${prefix}${key}.`)
-    : [[`${prefix}${key}`, Array.isArray(value) ? JSON.stringify(value) : String(value)]]));
+  return Object.entries(config ?? {}).flatMap(([key, value]) => {
+    const name = `${prefix}${key}`;
+    if (Array.isArray(value) && value.some(isObject)) return value.flatMap((item, place) => (isObject(item) ? flatConfig(item, `${name}[${place}].`) : [[`${name}[${place}]`, String(item)]]));
+    return isObject(value) && !Array.isArray(value) ? flatConfig(value, `${name}.`) : [[name, Array.isArray(value) ? JSON.stringify(value) : String(value)]];
+  });
 }
 
 function Actions({ run, onDone }) {
   const [asked, setAsked] = useState(null);
+  const [stopping, setStopping] = useDraft("stopping", null); // the view may be left before the step has ended
+  const start = `${run.id} ${run.started_seconds}`;
   const [error, setError] = useState(null);
   const [busy, setBusy] = useState(false);
   const act = async (action) => {
@@ -26,6 +33,7 @@ function Actions({ run, onDone }) {
     setError(null);
     try {
       await post(`/api/runs/${run.id}/${action}`, {});
+      setStopping(action === "stop" ? start : null);
       onDone();
     } catch (failure) {
       setError(failure.message);
@@ -34,7 +42,8 @@ function Actions({ run, onDone }) {
     setAsked(null);
   };
   return html`
-    ${run.state === "running" && html`<button class="button" disabled=${busy} onClick=${() => setAsked("stop")}>Stop</button>`}
+    ${run.state === "running" && (stopping === start ? html`<span class="note-inline" role="status">Stopping after this step…</span>`
+      : html`<button class="button" disabled=${busy} onClick=${() => setAsked("stop")}>Stop</button>`)}
     ${["stopped", "killed", "broken"].includes(run.state) && run.command && html`<button class="button primary" disabled=${busy} onClick=${() => act("resume")}>Resume</button>`}
     ${asked && html`<${Dialog} title=${`Stop ${run.name}?`} onClose=${() => setAsked(null)}>
       <p>The run writes a checkpoint after the present step and ends. It can be resumed.</p>
@@ -105,11 +114,18 @@ function Settings({ config }) {
   </section>`;
 }
 
+/** Files of the run that a browser can show. */
+function Files({ run, names }) {
+  const shown = ["log.txt", "board.log", "config.yaml", "metrics.jsonl"].filter((name) => names.includes(name));
+  if (!shown.length) return null;
+  return html`<p class="note-line">Files: ${shown.map((name, place) => html`${place ? ", " : ""}<a key=${name} href=${`/api/runs/${run.id}/files/${name}`} target="_blank" rel="noopener">${name}</a>`)}</p>`;
+}
+
 /** The end of what a run has printed, which says what it does before its first step, and why it ended. */
-function Printed({ text }) {
+function Printed({ text, file }) {
   const box = useRef(null);
   useEffect(() => { box.current.scrollTop = box.current.scrollHeight; }, [text]);
-  return html`<section class="card"><header class="card-head"><h2>Output</h2><span class="hint">The end of <code>board.log</code> in the run's folder.</span></header>
+  return html`<section class="card"><header class="card-head"><h2>Output</h2><span class="hint">The end of <code>${file}</code> in the run's folder.</span></header>
     <pre class="printed" ref=${box} tabindex="0" role="region" aria-label="Output of the run">${text || "Nothing has been printed yet."}</pre></section>`;
 }
 
@@ -135,10 +151,12 @@ export function Run({ query }) {
       <${RunPicker} runs=${runs} run=${run} />
       <a class="button" href=${link("curves", { run: run.id })}>Curves</a>
       ${run.has_samples && html`<a class="button" href=${link("rollouts", { run: run.id })}>Rollouts</a>`}
+      ${(detail.data?.files ?? []).includes("report.html") && html`<a class="button" href=${`/api/runs/${run.id}/files/report.html`} target="_blank" rel="noopener">Report</a>`}
       ${run.command && html`<a class="button" href=${link("start", { preset: run.id })}>Clone settings</a>`}
       <${Actions} run=${run} onDone=${reload} />
     </${ViewHead}>
     <${ErrorLine} text=${detail.error ?? run.problem} />
+    <${Files} run=${run} names=${detail.data?.files ?? []} />
     <dl class="facts card">
       <${Fact} name="State"><${State} state=${run.state} /></${Fact}>
       <${Fact} name="Step">${formatNumber(run.step)}${run.total_steps ? ` of ${formatNumber(run.total_steps)}` : ""}</${Fact}>
@@ -153,7 +171,7 @@ export function Run({ query }) {
       <section class="card"><header class="card-head"><h2>Memory</h2></header>
         ${timeline.data && detail.data ? html`<${Memory} plan=${detail.data.memory_plan} measured=${timeline.data.memory} />` : html`<${Loading} what="the memory" />`}</section>
     </div>
-    ${typeof detail.data?.printed === "string" && html`<${Printed} text=${detail.data.printed} />`}
+    ${typeof detail.data?.printed === "string" && html`<${Printed} text=${detail.data.printed} file=${detail.data.printed_file} />`}
     ${detail.data ? html`<${Marks} run=${run} notes=${detail.data.notes} onDone=${() => { detail.reload(); reload(); }} />
       <${Settings} config=${detail.data.config} />` : !detail.error && html`<${Loading} what="the settings" />`}`;
 }

@@ -22,6 +22,14 @@ function Components({ sample }) {
   </tr>`)}</tbody></table>`;
 }
 
+/** The other columns of the prompt's row, which the reward saw. */
+function Columns({ columns }) {
+  const rows = Object.entries(columns ?? {});
+  if (!rows.length) return null;
+  return html`<section class="card"><h2>Row</h2><dl class="row-columns">${rows.map(([name, value]) => html`<div key=${name}><dt><code>${name}</code></dt>
+    <dd>${typeof value === "string" ? value : JSON.stringify(value)}</dd></div>`)}</dl></section>`;
+}
+
 function versions(pairs) {
   if (pairs?.length === 1) return String(Array.isArray(pairs[0]) ? pairs[0][0] : pairs[0]);
   return (pairs ?? []).map((pair) => (Array.isArray(pair) ? `${pair[0]} (${plural(pair[1], "token")})` : String(pair))).join(", ") || "–";
@@ -82,6 +90,7 @@ export function Sample({ query }) {
       </div>
       <aside class="sample-side" aria-label="Score and actions">
         <${Facts} sample=${sample} />
+        <${Columns} columns=${sample.columns} />
         <${Rescore} key=${`rescore ${key}`} run=${run} sample=${sample} />
         <${Replay} key=${`replay ${key}`} run=${run} sample=${sample} />
       </aside>

@@ -4,6 +4,7 @@ import { html, useEffect, useMemo, useRef, useState } from "../core/dom.js";
 import { asContent, asText, changedValues, isOn } from "../core/form.js";
 import { formatNumber, formatSeconds, plural } from "../core/format.js";
 import { go, setQuery } from "../core/route.js";
+import { useDraft } from "../core/settings.js";
 import { Choice, ErrorLine, Loading, Toggle, ViewHead } from "../parts/basic.js";
 
 const COMMANDS = [["rl", "RL"], ["sft", "SFT"], ["reward", "Reward model"], ["preference", "Preference"]];
@@ -105,8 +106,9 @@ function Group({ name, members, open, changed, children }) {
     <span class="muted">${plural(members, "setting")}${changed ? `, ${changed} changed` : ""}</span></summary>${children}</details>`;
 }
 
-function Starting({ checked, missing, problem, changed, onStart }) {
+function Starting({ checked, missing, problem, changed, settings, onStart }) {
   const [state, setState] = useState({ busy: false, error: null });
+  useEffect(() => setState({ busy: false, error: null }), [settings]);
   const start = async () => {
     setState({ busy: true, error: null });
     try {
@@ -127,7 +129,9 @@ export function Start({ query }) {
   const command = NAMES.has(query.command) ? query.command : "rl";
   const { data, error, loading } = useData("/api/form", { command, algorithm: command === "rl" || command === "preference" ? query.algorithm : null });
   const presets = useData("/api/presets");
-  const [contents, setContents] = useState(() => new Map(query.algorithm ? [["algorithm.name", query.algorithm]] : []));
+  const [draft, setDraft] = useDraft("start", []);
+  const contents = useMemo(() => new Map([...draft, ...(query.algorithm ? [["algorithm.name", query.algorithm]] : [])]), [draft, query.algorithm]);
+  const setContents = (next) => setDraft([...next]);
   const [preset, setPreset] = useState({ note: null, error: null });
   const [search, setSearch] = useState("");
   const [advanced, setAdvanced] = useState(false);
@@ -157,11 +161,12 @@ export function Start({ query }) {
     return () => { current = false; };
   }, [query.preset]);
 
-  const restart = (next) => {
-    setContents(new Map());
+  const restart = (next, kept = []) => {
+    setContents(new Map(kept));
     setPreset({ note: null, error: null });
     setQuery({ algorithm: null, preset: null, ...next });
   };
+  const others = () => [...contents].filter(([key]) => !key.startsWith("algorithm."));
   const change = (field) => (content) => {
     setContents(new Map([...contents, [field.key, content]]));
     if (field.key === "algorithm.name") setQuery({ algorithm: content });
@@ -174,12 +179,13 @@ export function Start({ query }) {
     return (advanced || !field.advanced) && !unused.some((prefix) => field.key.startsWith(prefix));
   };
   const shown = fields.filter(isShown);
-  const first = shown.filter((field) => field.required);
-  const groups = Map.groupBy(shown.filter((field) => !field.required), (field) => (field.key.includes(".") || field.type === "section" ? field.key.split(".")[0] : "general"));
+  const isFirst = (field) => field.required || field.key === "algorithm.name";
+  const first = shown.filter(isFirst);
+  const groups = Map.groupBy(shown.filter((field) => !isFirst(field)), (field) => (field.key.includes(".") || field.type === "section" ? field.key.split(".")[0] : "general"));
   const row = (field) => html`<${FormField} key=${`${command} ${field.key}`} field=${field} content=${contents.get(field.key)} changed=${changed.has(field.key)}
     problem=${field.key === wrong ? check.answer.problem : null} onChange=${change(field)} />`;
   return html`
-    <${ViewHead} title="New run"><${Choice} label="Command" value=${command} options=${COMMANDS} onChange=${(next) => restart({ command: next })} /></${ViewHead}>
+    <${ViewHead} title="New run"><${Choice} label="Command" value=${command} options=${COMMANDS} onChange=${(next) => restart({ command: next }, others())} /></${ViewHead}>
     <${ErrorLine} text=${error ?? presets.error ?? preset.error} />
     ${loading && !fields.length && html`<${Loading} what="the form" />`}
     ${fields.length > 0 && html`<div class="columns start-columns"><div>
@@ -192,8 +198,12 @@ export function Start({ query }) {
         open=${words.length > 0 || advanced || members.some((field) => changed.has(field.key) || field.key === wrong)}>${members.map(row)}</${Group}>`)}
       ${!shown.length && html`<p class="muted">No setting matches.</p>`}
     </div><aside class="start-side" aria-label="Command, estimate and start">
-      <${Starting} checked=${Boolean(check.answer)} missing=${check.answer?.missing ?? []} problem=${wrong ? `See ${wrong}.` : problem} changed=${changed.size}
-        onStart=${async () => go("run", { run: (await post("/api/runs", { command, values })).run })} />
+      <${Starting} checked=${Boolean(check.answer)} missing=${check.answer?.missing ?? []} problem=${wrong ? `See ${wrong}.` : problem} changed=${changed.size} settings=${JSON.stringify([command, values])}
+        onStart=${async () => {
+          const { run } = await post("/api/runs", { command, values });
+          setContents(new Map());
+          go("run", { run });
+        }} />
       <${Estimate} ready=${ready} ...${estimate} />
       ${check.answer?.command && html`<${Command} lines=${check.answer.command} />`}</aside></div>`}`;
 }

@@ -11,6 +11,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
 from hybrid_rlhf.data.rows.formats import PromptRow, read_prompt_row
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 
 def read_prompts(config: EvaluateConfig) -> list[tuple[str, PromptRow]]:
@@ -40,7 +41,8 @@ def complete(
                     f"{where}: a prompt may have max_length {config.max_length} tokens, it has {len(ids)}: raise it"
                 )
         sampling = config.sampling if config.sampling.seed is not None else replace(config.sampling, seed=config.seed)
-        sampled = engine.generate(encoded, sampling)
+        progress = ProgressLog("completing", total=len(prompts) * sampling.n, unit="completions")
+        sampled = engine.generate(encoded, sampling, on_completed=progress.advance)
     finally:
         engine.close()  # the next model needs its memory
     return [[completion_text(completion.token_ids, tokenizer) for completion in samples] for samples in sampled]

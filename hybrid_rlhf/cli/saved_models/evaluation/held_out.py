@@ -22,6 +22,7 @@ from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import head_index, read_sft_row
 from hybrid_rlhf.data.rows.sources import open_source
 from hybrid_rlhf.models.policy import Policy, of_heads, scores_at_end
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 
 def source_rows(config: EvaluateConfig) -> Iterator[tuple[str, Row]]:
@@ -42,9 +43,9 @@ def perplexity(config: EvaluateConfig, place: Place) -> Measurement:
     losses = np.zeros(encoded[-1]["number"] + 1)
     tokens = np.zeros(encoded[-1]["number"] + 1)
     for rows in _batches(usable, config.batch_rows):
-        batch = collate_tokens(rows, int(place.tokenizer.pad_token_id)).to(place.device)  # type: ignore[arg-type]
-        logprobs, _ = policy(batch.input_ids, batch.attention_mask, batch.loss_mask)
-        for row, loss, count in zip(rows, -logprobs.double().sum(dim=1), batch.loss_mask.sum(dim=1), strict=True):
+        batch = collate_tokens(rows, int(place.tokenizer.pad_token_id))  # type: ignore[arg-type]
+        logprobs, _ = policy(batch.input_ids, batch.attention_mask, batch.loss_mask, device=place.device)
+        for row, loss, count in zip(rows, -logprobs.double().sum(dim=1).cpu(), batch.loss_mask.sum(dim=1), strict=True):
             losses[row["number"]] += float(loss)
             tokens[row["number"]] += int(count)
     seen = tokens > 0
@@ -75,9 +76,9 @@ def accuracy(config: EvaluateConfig, place: Place) -> Measurement:
     margins: list[float] = []
     pairs = 0
     for rows in _batches(_usable(encoded, config), config.batch_rows):
-        batch = collate_preferences(rows, int(place.tokenizer.pad_token_id)).to(place.device)  # type: ignore[arg-type]
-        outputs = of_heads(scorer.model(batch.input_ids, batch.attention_mask), batch.head)
-        scores = scores_at_end(outputs, batch.attention_mask)
+        batch = collate_preferences(rows, int(place.tokenizer.pad_token_id))  # type: ignore[arg-type]
+        outputs = scorer.model(batch.input_ids, batch.attention_mask, device=place.device).cpu()
+        scores = scores_at_end(of_heads(outputs, batch.head), batch.attention_mask)
         margin = scores[batch.chosen_index] - scores[batch.rejected_index]
         of_row = batch.row[batch.chosen_index]
         for number in range(len(rows)):
@@ -110,8 +111,11 @@ def _usable(encoded: Sequence[dict[str, Any]], config: EvaluateConfig) -> list[d
 def _batches(rows: Sequence[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
     """Rows of similar length together, the longest first, so that too little memory fails at once."""
     ordered = sorted(rows, key=lambda row: -int(row["length"]))
+    progress = ProgressLog("measuring", total=len(ordered))
     for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
+        batch = ordered[start : start + size]
+        yield batch
+        progress.advance(len(batch))
 
 
 def _lost(encoded: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.inference import EvaluateConfig, JudgeConfig
 from hybrid_rlhf.data.rows.formats import PromptRow
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.runtime.background import retry_delay_seconds
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.urls import expanded_url, shown_url
 
 _TRIES = 4
@@ -114,7 +115,8 @@ class EndpointJudge:
             UserError: when requests fail, or no answer has a verdict.
         """
         with ThreadPoolExecutor(_CONCURRENT) as pool:
-            judged = list(pool.map(self._verdict, prompts, ours, theirs))
+            progress = ProgressLog(f"judging by {self._model}", total=len(prompts), unit="pairs")
+            judged = list(progress.track(pool.map(self._verdict, prompts, ours, theirs)))
         if all(verdict.unreadable == 2 for verdict in judged):
             raise UserError(
                 f"a judge must end with [[A]], [[B]] or [[C]], {self._model} at {self._shown} never did: use another"

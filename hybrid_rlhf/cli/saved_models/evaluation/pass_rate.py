@@ -12,6 +12,7 @@ from hybrid_rlhf.configs.sections.rewards import VERIFIERS, RewardComponentConfi
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
+from hybrid_rlhf.runtime.observability.logs import logger
 
 
 def pass_rate(config: EvaluateConfig) -> Measurement:
@@ -31,6 +32,7 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
         [text for of_prompt in samples for text in of_prompt],
         {name: [row.columns.get(name) for _, row in prompts for _ in range(count)] for name in columns},
     )
+    logger.info("scoring %d completions by %s", len(texts), config.reward)
     component_scores = reward.score(texts)
     if None in component_scores.values:
         place = component_scores.values.index(None)

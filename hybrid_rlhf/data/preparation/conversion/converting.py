@@ -41,7 +41,7 @@ from hybrid_rlhf.data.preparation.conversion.turns import (
 from hybrid_rlhf.data.rows.files import Row, json_line
 from hybrid_rlhf.data.rows.formats import read_labelled_row, read_preference_row, read_prompt_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
-from hybrid_rlhf.data.rows.published import MATCHES, MESSAGE_COLUMNS, SHARED
+from hybrid_rlhf.data.rows.published import MATCHES, MESSAGE_COLUMNS, SHARED, detected_format
 from hybrid_rlhf.data.rows.sources import found_columns, open_source
 from hybrid_rlhf.runtime.files.atomic import whole_file
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
@@ -156,7 +156,7 @@ def _renamed(row: Row, tags: Mapping[str, str]) -> Row:
 
 
 def _detected(location: str, row: Row) -> FormatName:
-    detected = next((name for name, matches in MATCHES.items() if matches(row)), None)
+    detected = detected_format(row)
     if detected is None:
         raise UserError(
             f"{location}: a row must be in one of the formats {', '.join(MATCHES)}, got columns {found_columns(row)}: "

@@ -12,9 +12,9 @@ import re
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.data.preparation.conversion.records import pair_row, text_column
+from hybrid_rlhf.data.preparation.conversion.records import pair_row
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.formats import shared_prefix
+from hybrid_rlhf.data.rows.formats import shared_prefix, text_column
 from hybrid_rlhf.data.rows.published import SPEAKER, continues_dialogue, led
 from hybrid_rlhf.runtime.observability.logs import shortened
 

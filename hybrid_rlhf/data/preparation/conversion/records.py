@@ -76,12 +76,9 @@ def row_by_row(convert: Callable[[str, Row], Record]) -> Conversion:
 
     def conversion(rows: Iterable[LocatedRow], _: RankedAs, problems: RowProblems) -> Iterator[tuple[str, Record]]:
         for location, row in rows:
-            record: Record | None = None
             with problems.collected():
                 require_text(location, row)
-                record = convert(location, row)
-            if record is not None:
-                yield location, record
+                yield location, convert(location, row)
 
     return conversion
 
@@ -89,28 +86,3 @@ def row_by_row(convert: Callable[[str, Row], Record]) -> Conversion:
 def pair_row(prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]) -> Row:
     """A row of a preference pair."""
     return {"prompt": list(prompt), "chosen": list(chosen), "rejected": list(rejected)}
-
-
-def column(location: str, row: Row, name: str, kind: type, what: str) -> Any:
-    """The value of a column.
-
-    Raises:
-        UserError: if it is missing or of another type.
-    """
-    value = row.get(name)
-    if not isinstance(value, kind):
-        kind_of_value = "none" if name not in row else type(value).__name__
-        raise UserError(f"{location}: column {name!r} must be {what}, got {kind_of_value}: fix the row")
-    return value
-
-
-def text_column(location: str, row: Row, name: str) -> str:
-    """The non-empty text of a column.
-
-    Raises:
-        UserError: if it is missing, empty or not text.
-    """
-    text: str = column(location, row, name, str, "text")
-    if not text.strip():
-        raise UserError(f"{location}: column {name!r} must not be empty, got {text!r}: fill it or remove the row")
-    return text

@@ -28,12 +28,10 @@ from hybrid_rlhf.data.preparation.conversion.records import (
     LocatedRow,
     RankedCompletions,
     Record,
-    column,
     pair_row,
-    text_column,
 )
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.formats import is_number
+from hybrid_rlhf.data.rows.formats import column, is_number, number_column, text_column
 from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.runtime.observability.logs import shortened
 
@@ -48,12 +46,8 @@ def ultrafeedback_row(location: str, row: Row) -> RankedCompletions:
     completions = column(location, row, "completions", list, "a list of completions")
     if not completions:
         raise UserError(f"{location}: column 'completions' must have completions, got none: remove the row")
-    texts = []
-    scores = []
-    for place, completion in _objects(location, "completion", completions):
-        texts.append(text_column(place, completion, "response"))
-        scores.append(_score(place, completion))
-    return _ranked(_user(prompt), list(zip(texts, scores, strict=True)))
+    objects = _objects(location, "completion", completions)
+    return _ranked(_user(prompt), [(text_column(place, one, "response"), _score(place, one)) for place, one in objects])
 
 
 def _score(place: str, completion: Row) -> float:
@@ -83,10 +77,10 @@ def comparison_row(location: str, row: Row) -> Row:
     question = column(location, row, "question", dict, "an object with 'full_text'")
     prompt = text_column(f"{location}: column 'question'", question, "full_text")
     answers = [text_column(location, row, name) for name in ("answer_0", "answer_1")]
-    scores = [row.get("score_0"), row.get("score_1")]
+    scores: list[Any] = [row.get("score_0"), row.get("score_1")]
     if not all(is_number(score) for score in scores) or scores[0] == scores[1]:
         raise UserError(f"{location}: a comparison needs two different scores, got {scores}: remove the row")
-    return _chosen(prompt, answers, 0 if float(scores[0] or 0) > float(scores[1] or 0) else 1)
+    return _chosen(_user(prompt), answers, int(scores[0] < scores[1]))
 
 
 def _summaries(location: str, row: Row) -> Row:
@@ -104,11 +98,11 @@ def _summaries(location: str, row: Row) -> Row:
             f"{choice!r}: fix or remove the row"
         )
     texts = [text_column(f"{location}: column 'summaries'", summary, "text").strip() for summary in summaries]
-    return _chosen(prompt, texts, int(choice))
+    return _chosen(_user(prompt), texts, int(choice))
 
 
-def _chosen(prompt: str, texts: list[str], index: int) -> Row:
-    return pair_row(_user(prompt), [_assistant(texts[index])], [_assistant(texts[1 - index])])
+def _chosen(prompt: list[Message], texts: list[str], index: int) -> Row:
+    return pair_row(prompt, [_assistant(texts[index])], [_assistant(texts[1 - index])])
 
 
 def _user(text: str) -> list[Message]:
@@ -124,22 +118,19 @@ def helpsteer2_records(rows: Iterable[LocatedRow], _: RankedAs, problems: RowPro
     rated: dict[str, list[tuple[str, float]]] = {}
     locations: dict[str, str] = {}
     for location, row in rows:
-        record: Record | None = None
         with problems.collected():
             prompt = text_column(location, row, "prompt")
             if "preference_strength" in row:
                 answers = [text_column(location, row, name) for name in ("response_1", "response_2")]
-                record = _preferred(location, row, "preference_strength", _turns_of(location, prompt), answers)
+                turns = _turns_of(location, prompt)
+                yield location, _preferred(location, row, "preference_strength", turns, answers)
             else:
-                answer = (text_column(location, row, "response"), _number(location, row, "helpfulness"))
+                answer = (text_column(location, row, "response"), number_column(location, row, "helpfulness"))
                 rated.setdefault(prompt, []).append(answer)
                 locations.setdefault(prompt, location)
-        if record is not None:
-            yield location, record
     for prompt, answers_of_prompt in rated.items():
         with problems.collected():
-            record = _ranked(_turns_of(locations[prompt], prompt), answers_of_prompt)
-            yield locations[prompt], record
+            yield locations[prompt], _ranked(_turns_of(locations[prompt], prompt), answers_of_prompt)
 
 
 def helpsteer3_row(location: str, row: Row) -> Row:
@@ -156,12 +147,11 @@ def nectar_row(location: str, row: Row) -> RankedCompletions:
     answers = column(location, row, "answers", list, "a list of answers with ranks")
     if not answers:
         raise UserError(f"{location}: column 'answers' must have an answer, got none: remove the row")
-    texts = []
-    ranks = []
-    for place, answer in _objects(location, "answer", answers):
-        texts.append(text_column(place, answer, "answer"))
-        ranks.append(_number(place, answer, "rank"))
-    return RankedCompletions(prompt, [_assistant(text.strip()) for text in texts], ranks)
+    ranked = [
+        (_assistant(text_column(place, answer, "answer").strip()), number_column(place, answer, "rank"))
+        for place, answer in _objects(location, "answer", answers)
+    ]
+    return RankedCompletions(prompt, [turn for turn, _ in ranked], [rank for _, rank in ranked])
 
 
 def _objects(location: str, name: str, values: list[Any]) -> Iterator[tuple[str, Row]]:
@@ -175,17 +165,10 @@ def _objects(location: str, name: str, values: list[Any]) -> Iterator[tuple[str,
 
 def _preferred(location: str, row: Row, name: str, prompt: list[Message], answers: list[str]) -> Row:
     """The pair of two answers, of which a negative preference means the first."""
-    preference = _number(location, row, name)
+    preference = number_column(location, row, name)
     if preference == 0:
         raise UserError(f"{location}: a pair needs a preference, got column {name!r} 0: remove the row")
-    index = 0 if preference < 0 else 1
-    return pair_row(prompt, [_assistant(answers[index])], [_assistant(answers[1 - index])])
-
-
-def _number(location: str, row: Row, name: str) -> float:
-    if not is_number(row.get(name)):
-        raise UserError(f"{location}: column {name!r} must be a finite number, got {row.get(name)!r}: fix the row")
-    return float(row[name])
+    return _chosen(prompt, answers, int(preference > 0))
 
 
 def _turns_of(location: str, prompt: str) -> list[Message]:

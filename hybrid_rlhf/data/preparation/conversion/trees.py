@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from hybrid_rlhf.configs.commands.data import RankedAs
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.data.preparation.conversion.records import LocatedRow, RankedCompletions, Record, column, text_column
+from hybrid_rlhf.data.preparation.conversion.records import LocatedRow, RankedCompletions, Record
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.formats import is_number
+from hybrid_rlhf.data.rows.formats import column, is_number, text_column
 from hybrid_rlhf.data.rows.problems import RowProblems
 
 _ROLES = {"prompter": "user", "assistant": "assistant"}

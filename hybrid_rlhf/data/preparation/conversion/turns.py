@@ -17,10 +17,10 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import ROLES, WEIGHT_KEY, Message
-from hybrid_rlhf.data.preparation.conversion.records import column, pair_row, text_column
+from hybrid_rlhf.data.preparation.conversion.records import pair_row
 from hybrid_rlhf.data.preparation.conversion.tool_calls import CALL_ROLES, tools_column, with_tool_calls
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.formats import read_label, shared_prefix
+from hybrid_rlhf.data.rows.formats import column, read_label, shared_prefix, text_column
 from hybrid_rlhf.data.rows.published import (
     CHOSEN,
     LABELS,

@@ -28,9 +28,9 @@ from torch.nn import functional
 from hybrid_rlhf.generation.architecture.model_description import Activation, ModelDescription
 from hybrid_rlhf.generation.architecture.recurrence import Recurrence
 from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
-from hybrid_rlhf.generation.ops.convolution import ChunkTokens, StepSequences
+from hybrid_rlhf.generation.ops.convolution import StepSequences
 from hybrid_rlhf.generation.ops.recurrence import Rule
-from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS, concatenated
 from hybrid_rlhf.generation.transfers import to_device
 
 BLOCK = 64
@@ -84,11 +84,11 @@ class StateCache:
         if self._kernels is None:
             return StepStates(self, slots, layout)
         batch = 0 if slots is None else len(slots)
-        chunk_slots = None if chunks is None else chunks.slots
-        together = [part for part in (slots, chunk_slots) if part is not None]
-        places = None if chunks is None else ChunkTokens.of(batch, chunks.starts, chunks.lengths, device)
-        sequences = StepSequences(torch.cat(together) if len(together) > 1 else together[0], batch, places)
-        return StepStates(self, slots, layout, self._kernels, sequences)
+        starts, lengths, chunk_slots = (
+            ([], [], None) if chunks is None else (chunks.starts, chunks.lengths, chunks.slots)
+        )
+        together = concatenated([part for part in (slots, chunk_slots) if part is not None])
+        return StepStates(self, slots, layout, self._kernels, StepSequences.of(together, batch, starts, lengths))
 
 
 def state_bytes(kind: Recurrence, *, layers: int, units: int, dtype: torch.dtype) -> int:
@@ -155,25 +155,22 @@ class _Layout:
         return padded.index_copy_(0, self.places, tokens).unflatten(0, (self.blocks, self.size))
 
 
+@dataclass(frozen=True)
 class StepStates:
     """States of one step. Values that are the same in all layers are computed once."""
 
-    def __init__(
-        self,
-        cache: StateCache,
-        slots: Tensor | None,
-        layout: _Layout | None,
-        kernels: ModuleType | None = None,
-        sequences: StepSequences | None = None,
-    ) -> None:
-        """Args: all states; slots [B] of decoding rows and layout of chunks, or none; kernels and their sequences, or
-        none."""
-        self._cache = cache
-        self._slots = slots
-        self._layout = layout
-        self._batch = 0 if slots is None else len(slots)
-        self.kernels = kernels
-        self.sequences = sequences
+    cache: StateCache
+    slots: Tensor | None
+    """[B] slots of decoding rows; None without rows."""
+    layout: _Layout | None
+    """Arrangement of the tokens of chunks; None without chunks."""
+    kernels: ModuleType | None = None
+    sequences: StepSequences | None = None
+    """Sequences as the kernels read them; None without kernels."""
+
+    @property
+    def _batch(self) -> int:
+        return 0 if self.slots is None else len(self.slots)
 
     def convolve(
         self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
@@ -182,38 +179,38 @@ class StepStates:
 
         The last inputs become the state of the layer.
         """
-        store, _ = self._cache.of_layer(layer)
+        store, _ = self.cache.of_layer(layer)
         if self.kernels is not None:
             mixed: Tensor = self.kernels.convolve(x, weight, bias, store, self.sequences, activation)
             return mixed
         parts = []
-        if self._slots is not None:
-            window = torch.cat([store[self._slots], x[: self._batch, None]], dim=1)
-            store.index_copy_(0, self._slots, window[:, 1:])
+        if self.slots is not None:
+            window = torch.cat([store[self.slots], x[: self._batch, None]], dim=1)
+            store.index_copy_(0, self.slots, window[:, 1:])
             mixed = (window.float() * weight[:, 0].t().float()).sum(dim=1)
             parts.append((mixed if bias is None else mixed + bias.float()).to(x.dtype))
-        if self._layout is not None:
-            inputs = x.new_empty(len(x) - self._batch + self._layout.windows.numel(), x.shape[1])
-            inputs[self._layout.window_tokens] = x[self._batch :]
-            inputs[self._layout.windows] = self._layout.states(store)
-            store.index_copy_(0, self._layout.slots, inputs[self._layout.next_windows])
+        if self.layout is not None:
+            inputs = x.new_empty(len(x) - self._batch + self.layout.windows.numel(), x.shape[1])
+            inputs[self.layout.window_tokens] = x[self._batch :]
+            inputs[self.layout.windows] = self.layout.states(store)
+            store.index_copy_(0, self.layout.slots, inputs[self.layout.next_windows])
             mixed = functional.conv1d(inputs.t()[None], weight, bias, groups=len(weight))[0].t()
-            parts.append(mixed[self._layout.window_tokens - store.shape[1]])
-        mixed = torch.cat(parts) if len(parts) > 1 else parts[0]
+            parts.append(mixed[self.layout.window_tokens - store.shape[1]])
+        mixed = concatenated(parts)
         return mixed if activation is None else ACTIVATIONS[activation](mixed)
 
     def scan(self, layer: int, rule: Rule, *inputs: Tensor) -> Tensor:
         """Return outputs [T, ...] float32 of a recurrence over a layer's inputs [T, ...]; updates the states of the
         layer."""
-        _, store = self._cache.of_layer(layer)
+        _, store = self.cache.of_layer(layer)
         if self.kernels is None or rule.kernel is None:
-            return self._scan(store, rule, inputs, self._slots)
+            return self._scan(store, rule, inputs, self.slots)
         parts = []
-        if self._slots is not None:
-            parts.append(rule.kernel(store, self._slots, *(tokens[: self._batch] for tokens in inputs)))
-        if self._layout is not None:
+        if self.slots is not None:
+            parts.append(rule.kernel(store, self.slots, *(tokens[: self._batch] for tokens in inputs)))
+        if self.layout is not None:
             parts.append(self._scan(store, rule, [tokens[self._batch :] for tokens in inputs], None))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return concatenated(parts)
 
     def _scan(self, store: Tensor, rule: Rule, layer_inputs: Sequence[Tensor], slots: Tensor | None) -> Tensor:
         """Compute `scan` in torch, for rows in these slots and for all chunks."""
@@ -224,11 +221,11 @@ class StepStates:
             state = store[slots]
             parts.append(rule.step(state, *(tokens[:batch] for tokens in inputs)))
             store.index_copy_(0, slots, state)
-        if self._layout is not None:
-            state = self._layout.states(store)
-            blocks = [self._layout.in_blocks(tokens[batch:]) for tokens in inputs]
-            mixed = rule.blocks(state, self._layout.rounds, *blocks)
-            parts.append(mixed.flatten(0, 1)[self._layout.places])
-            store.index_copy_(0, self._layout.slots, state)
-        out = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self.layout is not None:
+            state = self.layout.states(store)
+            blocks = [self.layout.in_blocks(tokens[batch:]) for tokens in inputs]
+            mixed = rule.blocks(state, self.layout.rounds, *blocks)
+            parts.append(mixed.flatten(0, 1)[self.layout.places])
+            store.index_copy_(0, self.layout.slots, state)
+        out = concatenated(parts)
         return out if rule.skip is None else out + rule.skip(*layer_inputs)

@@ -34,6 +34,7 @@ from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf
 from hybrid_rlhf.models.pretrained.gguf.vocabulary import write_vocabulary
 from hybrid_rlhf.models.pretrained.sources import quiet_console, quiet_transformers
 from hybrid_rlhf.runtime.files.durable import flush
+from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -141,7 +142,8 @@ def _write(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for part, kind in zip(parts, kinds, strict=True):
+        progress = ProgressLog(f"writing {file.name[1:]}", total=len(parts), unit="tensors")
+        for part, kind in progress.track(list(zip(parts, kinds, strict=True))):
             writer.write_tensor_data(quantize(written_weight(part.part, part.value, family, lm.config).numpy(), kind))
     finally:
         writer.close()
@@ -162,9 +164,7 @@ def _checked(file: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     rule = f"a GGUF file of {type(lm).__name__} must be readable"
     with quiet_transformers(), quiet_console(), reading(rule, "set --format safetensors"):
         restored, restored_tokenizer = read_gguf(file)
-    if (setting := _different_setting(lm, restored)) is not None:
-        key, before, after = setting
-        raise _differs(f"{key} {before} becomes {after}")
+    _check_settings(lm, restored)
     _check_positions(lm, restored)
     stored = dict(restored.named_parameters())
     for name, weight in lm.named_parameters():
@@ -209,15 +209,14 @@ def _differs(what: str) -> UserError:
     return UserError(f"a GGUF file must compute what the model does, {what}: set --format safetensors")
 
 
-def _different_setting(lm: PreTrainedModel, restored: PreTrainedModel) -> tuple[str, Any, Any] | None:
-    """The first setting that differs in the other model: its name and both values; None if all are the same."""
+def _check_settings(lm: PreTrainedModel, restored: PreTrainedModel) -> None:
+    """Refuse a changed setting."""
     before, after = lm.config.to_dict(), restored.config.to_dict()
     before["head_dim"] = head_size(lm.config)
     after["head_dim"] = head_size(restored.config)
     for key in before:
         if key in after and key not in _NOT_COMPARED and not key.startswith("_") and not _same(before[key], after[key]):
-            return key, before[key], after[key]
-    return None
+            raise _differs(f"{key} {before[key]} becomes {after[key]}")
 
 
 def _same(before: Any, after: Any) -> bool:

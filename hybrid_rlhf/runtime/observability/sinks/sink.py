@@ -100,8 +100,9 @@ class SinkThread:
 
     def _give_up(self, error: Exception) -> None:
         logger.warning(
-            "%s is no longer written, metrics.jsonl has all metrics (%s: %s)",
+            "%s is %s written, metrics.jsonl has all metrics (%s: %s)",
             self._kind.title,
+            "not" if self._sink is None else "no longer",
             type(error).__name__,
             redacted(" ".join(str(error).split()))[:300],
         )
