@@ -147,8 +147,8 @@ def test_a_recipe_fits_its_machine(file: Path, tmp_path: Path, pair_rows: Path) 
     config, steps = train.pipeline(PlanConfig, [*line, *source_words(pair_rows)])
     machine, rank = plan.planned_machine(config)
     planner = plan.planner_of(config, steps, rank)
-    steps, _ = plan._sized(planner, steps, machine)
-    planned = {name: planner.phases(steps[name]) for name in config.step_names}
+    steps, _ = plan._sized(planner, {name: steps[name] for name in config.step_names}, machine)
+    planned = {name: planner.phases(step) for name, step in steps.items()}
     phases = [phase for of_step in planned.values() for phase in of_step]
     assert all(phase.fits for phase in phases), phases
     most = max(phases, key=lambda phase: phase.total)
