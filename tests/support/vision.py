@@ -1,0 +1,317 @@
+"""Tiny random vision-language models with processors of transformers in folders, and pictures for them.
+
+The nine families of VISION_FAMILIES; tokens are bytes, so that answers can be read. Processors are built without their
+part for videos, as the library builds them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image, ImageDraw
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_rlhf.models.families.vision import VISION_FAMILIES
+from hybrid_rlhf.models.pretrained.processors import ImageProcessor
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from tests.support.tiny import byte_tokenizer
+
+FAMILIES = tuple(VISION_FAMILIES)
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ 'IMAGE' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A template with content parts, in which IMAGE stands for what a family writes for an image."""
+_BASE = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+_TILES = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"] + [
+    f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)
+]
+_GLM = ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>"]
+_TOKENS = {
+    "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+    "glm4v": _GLM,
+    "idefics3": _TILES,
+    "internvl": ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"],
+    "llava": ["<image>"],
+    "smolvlm": [*_TILES, "<video>"],
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), _QWEN),
+}
+_NAMED = {
+    "gemma3": {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+    "internvl": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+}
+"""Tokens that the tokenizers of two families have as attributes."""
+_WRITTEN = {
+    "gemma3": "<start_of_image>",
+    "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
+    "internvl": "<IMG_CONTEXT>",
+    **dict.fromkeys(("idefics3", "llava", "smolvlm"), "<image>"),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"),
+}
+"""What templates write for an image."""
+_TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+_PATCHES = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 8,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+}
+_PATCH_IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 8,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64},
+}
+_TILED = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}, "do_image_splitting": True}
+_SIDE = {"size": {"height": 32, "width": 32}}
+_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
+        {**_PATCHES, "depth": 2, "window_size": 32, "fullatt_block_indexes": [1]},
+        _PATCH_IMAGES,
+        {},
+    ),
+    "qwen3_vl": (
+        {"head_dim": 16, "rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
+        {**_PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        _PATCH_IMAGES,
+        {},
+    ),
+    "qwen3_5": (
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **_ROPE,
+                "mrope_section": [1, 1, 0],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 0.25,
+            },
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+        {**_PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": []},
+        _PATCH_IMAGES,
+        {},
+    ),
+    "gemma3": (
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        {**_VISION, "image_size": 32, "patch_size": 8, "vision_use_head": False},
+        {"image_processor_type": "Gemma3ImageProcessor", **_SIDE},
+        {"image_seq_length": 4},
+    ),
+    "idefics3": (
+        {"model_type": "llama"},
+        {**_VISION, "image_size": 32, "patch_size": 8},
+        {"image_processor_type": "Idefics3ImageProcessor", **_TILED},
+        {"image_seq_len": 4},
+    ),
+    "smolvlm": (
+        {"model_type": "llama"},
+        {**_VISION, "image_size": 32, "patch_size": 8},
+        {"image_processor_type": "SmolVLMImageProcessor", **_TILED},
+        {"image_seq_len": 4},
+    ),
+    "llava": (
+        {"model_type": "llama"},
+        {
+            **_VISION,
+            "model_type": "clip_vision_model",
+            "num_hidden_layers": 3,
+            "image_size": 32,
+            "patch_size": 8,
+            "projection_dim": 32,
+        },
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 32},
+            "crop_size": {"height": 32, "width": 32},
+        },
+        {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    ),
+    "glm4v": (
+        {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
+        {**_PATCHES, "depth": 2, "image_size": 64},
+        {
+            **_PATCH_IMAGES,
+            "image_processor_type": "Glm4vImageProcessor",
+            "size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64 * 2},
+        },
+        {},
+    ),
+    "internvl": (
+        {"model_type": "qwen2"},
+        {**_VISION, "image_size": [32, 32], "patch_size": [8, 8]},
+        {"image_processor_type": "GotOcr2ImageProcessor", **_SIDE, "crop_to_patches": True, "max_patches": 4},
+        {"image_seq_length": 4},
+    ),
+}
+"""For each family: changes of the text model, the tower, settings of the image processor and of the processor."""
+
+
+def _whole_config(family: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Fields of the whole config beside text model and tower."""
+    ids = tokenizer.convert_tokens_to_ids
+    fields: dict[str, Any] = {}
+    if "qwen" in family:
+        names = ("vision_start", "vision_end", "image", "video")
+        fields = {f"{name}_token_id": ids(token) for name, token in zip(names, _QWEN, strict=True)}
+    elif family == "gemma3":
+        names = ("boi_token_index", "eoi_token_index", "image_token_index")
+        fields = {"mm_tokens_per_image": 4, **dict(zip(names, ids(_TOKENS[family]), strict=True))}
+    elif family == "glm4v":
+        names = ("image_start", "image_end", "image", "video", "video_start", "video_end")
+        fields = {f"{name}_token_id": ids(token) for name, token in zip(names, _GLM, strict=True)}
+    elif family == "internvl":
+        fields = {"image_token_id": ids("<IMG_CONTEXT>"), "image_seq_length": 4, "downsample_ratio": 0.5}
+    elif family == "llava":
+        fields = {"image_token_index": ids("<image>"), "vision_feature_layer": -2}
+    else:
+        fields = {"image_token_id": ids("<image>"), "scale_factor": 2}
+    return {"tie_word_embeddings": False, **fields}
+
+
+def vision_tokenizer(family: str) -> PreTrainedTokenizerBase:
+    """One token per byte, those of a family's images, and its template."""
+    roles = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    named = _NAMED.get(family, {})
+    special = [*_BASE, *_TOKENS[family]]
+    tokenizer = byte_tokenizer(special, CHATML.replace("IMAGE", _WRITTEN[family]), extra_special_tokens=named, **roles)
+    tokenizer.add_tokens(special, special_tokens=True)
+    return tokenizer
+
+
+def build_vision(
+    family: str, *, seed: int = 0, spread: float = 4.0, text: dict[str, Any] | None = None
+) -> PreTrainedModel:
+    """A random float32 model, whose weights are wide enough that images change its greedy tokens.
+
+    Args:
+        family: one of FAMILIES.
+        seed: of the weights.
+        spread: factor of the matrices; 1 for gradients.
+        text: changes of the text model.
+    """
+    tokenizer = vision_tokenizer(family)
+    ends = {
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    of_text, of_vision, _, _ = _SETTINGS[family]
+    of_text = {**_TEXT, **of_text, "vocab_size": len(tokenizer), **ends, **(text or {})}
+    if "out_hidden_size" in of_vision:
+        of_vision = {**of_vision, "out_hidden_size": of_text["hidden_size"]}
+    config = AutoConfig.for_model(
+        family, text_config=of_text, vision_config=of_vision, **_whole_config(family, tokenizer), **ends
+    )
+    torch.manual_seed(seed)
+    lm = AutoModelForImageTextToText.from_config(config).eval()
+    with torch.no_grad():
+        for weight in lm.parameters():
+            if weight.dim() > 1:
+                weight.mul_(spread) if weight.any() else weight.normal_(std=0.1 * spread)  # Gemma 3's projection is 0
+    lm.generation_config.eos_token_id = tokenizer.eos_token_id
+    lm.generation_config.pad_token_id = tokenizer.pad_token_id
+    return lm  # type: ignore[no-any-return]
+
+
+def save_vision(folder: Path, family: str, lm: PreTrainedModel | None = None) -> Path:
+    """A model, `build_vision` by default, with tokenizer and processor files in a folder, which is returned."""
+    (build_vision(family) if lm is None else lm).save_pretrained(folder)
+    vision_tokenizer(family).save_pretrained(folder)
+    _, _, of_images, of_processor = _SETTINGS[family]
+    (folder / "preprocessor_config.json").write_text(json.dumps(of_images))
+    name = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES[family]
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": name, **of_processor}))
+    return folder
+
+
+@functools.cache
+def vision_folder(family: str) -> Path:
+    """The folder of `save_vision`, one per process; do not change it."""
+    return save_vision(Path(tempfile.mkdtemp(prefix=family)), family)
+
+
+@functools.cache
+def vision_processor(family: str) -> ImageProcessor:
+    """The processor of that folder."""
+    folder = str(vision_folder(family))
+    return ImageProcessor.load(folder, load_tokenizer(folder))
+
+
+def picture(seed: int, size: tuple[int, int] | None = None) -> Image.Image:
+    """Random circles on a random ground, 24 to 64 pixels wide and high by default."""
+    rng = random.Random(seed)
+    width, height = size or (rng.choice([24, 32, 48, 64]), rng.choice([24, 32, 48, 64]))
+    colour = lambda: (rng.randrange(256), rng.randrange(256), rng.randrange(256))  # noqa: E731
+    image = Image.new("RGB", (width, height), colour())
+    draw = ImageDraw.Draw(image)
+    for _ in range(3):
+        x, y = rng.randrange(width), rng.randrange(height)
+        draw.ellipse([x, y, x + 12, y + 12], fill=colour())
+    return image
+
+
+def chat_ids(family: str, content: Sequence[str | Image.Image], answer: str = "") -> list[int]:
+    """Token ids of a user's turn with texts and pictures, the beginning of the answer, and the answer."""
+    processor = vision_processor(family)
+    tokenizer = load_tokenizer(str(vision_folder(family)))
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in content]
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+    first, *rest = rendered.split(processor.placeholder)
+    images = [part for part in content if not isinstance(part, str)]
+    expanded = [processor.expansion_text(*image.size) + text for image, text in zip(images, rest, strict=True)]
+    return tokenizer.encode(first + "".join(expanded) + answer, add_special_tokens=False)  # type: ignore[no-any-return]
+
+
+def model_arguments(family: str, ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+    """Arguments of a model of transformers for one row with images."""
+    processor = vision_processor(family)
+    row = torch.tensor([list(ids)])
+    arguments = {"input_ids": row, "attention_mask": torch.ones_like(row)}
+    marks = (row == processor.image_token_id).long()
+    if family == "gemma3":
+        arguments["token_type_ids"] = marks
+    elif "qwen" in family or family == "glm4v":
+        arguments["mm_token_type_ids"] = marks
+    return arguments | (processor.pixels(images) if images else {})
