@@ -1,0 +1,117 @@
+"""Decodes images as a tower reads them: whole, upright, in RGB, within limits that are checked before decoding.
+
+A file is what its bytes say, not its name. Only decoders of Pillow for common formats are tried: others start programs
+(EPS) or are rarely tested. Transparent parts become white, as in vLLM and qwen-vl-utils, and 16 bits the upper 8.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hybrid_rlhf.configs.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MOST_BYTES = 64 * 2**20
+"""Longest file or data URI."""
+_MOST_PIXELS = 64 * 2**20
+_MOST_RATIO = 200
+"""Longest side of an image in units of the other; processors scale thinner ones to nothing."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_RULE = "an image must be a complete PNG, JPEG, WebP, GIF or BMP file"
+_FIX = "replace it or remove the row"
+
+
+def require_pillow() -> None:
+    """Raise a UserError without Pillow, which is optional."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise UserError("images need Pillow, which is not installed: run pip install 'hybrid_rlhf[vision]'") from error
+
+
+def open_image(content: bytes, name: str) -> Image.Image:
+    """Decode an image; of an animated one, the first frame.
+
+    Args:
+        content: bytes of the file.
+        name: what an error calls it.
+
+    Raises:
+        UserError: for a file that is damaged, cut off, too large, too thin, or of another format.
+    """
+    require_pillow()
+    from PIL import Image
+
+    require_size(len(content), name)
+    try:
+        image = Image.open(io.BytesIO(content), formats=_FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_many_pixels(f"{name} has more") from error
+    except Exception as error:  # noqa: BLE001 - decoders raise errors of many types for faulty bytes
+        raise UserError(f"{_RULE}, {name} is none: {_FIX}") from error
+    width, height = image.size
+    if width * height > _MOST_PIXELS:
+        raise _too_many_pixels(f"{name} has {width}x{height}")
+    if max(width, height) > _MOST_RATIO * min(width, height):
+        raise UserError(
+            f"the longer side of an image must be at most {_MOST_RATIO} times the shorter, {name} has "
+            f"{width}x{height}: {_FIX}"
+        )
+    try:
+        return _as_rgb(image)
+    except Exception as error:  # noqa: BLE001 - as above
+        raise UserError(f"{_RULE}, {name} is damaged or cut off: {_FIX}") from error
+
+
+def require_size(size: int, name: str) -> None:
+    """Raise a UserError for more bytes than an image may have."""
+    if size > MOST_BYTES:
+        raise UserError(f"an image has at most {MOST_BYTES:,} bytes, {name} has {size:,}: scale or compress it")
+
+
+def png(image: Image.Image) -> bytes:
+    """The bytes of a file with an image, as the tower reads it."""
+    stored = io.BytesIO()
+    _as_rgb(image).save(stored, "PNG")
+    return stored.getvalue()
+
+
+def scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The image in a size."""
+    from PIL import Image
+
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+def size_within(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
+    """A size with the same ratio of sides and at most a number of pixels."""
+    factor = min(1.0, math.sqrt(max_pixels / (size[0] * size[1])))
+    return max(1, int(size[0] * factor)), max(1, int(size[1] * factor))
+
+
+def image_digest(image: Image.Image) -> str:
+    """128 bits of hexadecimal digits that differ for images of different pixels or sizes."""
+    return hashlib.sha256(f"{image.size} ".encode() + image.tobytes()).hexdigest()[:32]
+
+
+def _too_many_pixels(found: str) -> UserError:
+    return UserError(f"an image has at most {_MOST_PIXELS:,} pixels, {found}: scale it down")
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """The image upright, without transparency."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16 bits, which `convert` would clip
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
