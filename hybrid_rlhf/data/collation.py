@@ -7,23 +7,32 @@ Shapes: B rows, N sequences (a prompt with one completion), P pairs, L labels, T
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from hybrid_rlhf.data.images.references import ImageReference, tokenised_images
 from hybrid_rlhf.data.packing import row_sequences
 from hybrid_rlhf.functional.transfers import moved
 
 
+_OF_MODELS = ("input_ids", "attention_mask", "images")
+"""What models read of a batch."""
+
+
+@dataclass(frozen=True)
 class _Batch:
-    """A dataclass of tensors."""
+    """A dataclass of tensors, and the images of its rows."""
+
+    images: Sequence[Sequence[ImageReference]] | None = field(default=None, kw_only=True)
+    """The images of each row of `input_ids`; None where no row of the data has one."""
 
     def for_loss(self, device: torch.device) -> Self:
         """The batch with the tensors that losses read on a device; what models read stays on the host."""
-        read = {name: tensor for name, tensor in vars(self).items() if name not in ("input_ids", "attention_mask")}
+        read = {name: tensor for name, tensor in vars(self).items() if name not in _OF_MODELS}
         return type(self)(**(vars(self) | moved(read, device)))
 
 
@@ -159,6 +168,20 @@ def collate_preference_labels(rows: Sequence[Mapping[str, Any] | None], pad_toke
         mismatched_index=torch.tensor(mismatched, dtype=torch.long),
         desirable=torch.tensor(desirable, dtype=torch.bool),
     )
+
+
+def images_of(rows: Sequence[Mapping[str, Any] | None]) -> list[list[ImageReference]]:
+    """The images of each sequence that collating rows gives: of each row, or of each of its `responses`, which names
+    them in `image_order`."""
+    found = []
+    for sequence in (sequence for row in rows for sequence in row_sequences(row)):
+        images = [] if sequence is None else tokenised_images(sequence)
+        if sequence is None or "responses" not in sequence:
+            found.append(images)
+        else:
+            orders = sequence.get("image_order") or [[] for _ in sequence["responses"]]
+            found += [[images[number] for number in order] for order in orders]
+    return found
 
 
 def _completions(

@@ -23,7 +23,8 @@ def with_mismatched_completions(rows: Dataset, *, max_length: int) -> RowView:
     A pair takes the chosen and the rejected completion of the next pair, so that both count equally, as in TRL's
     unpaired data (kto_trainer.py). A row with one completion takes one of the next row, selected by the row's index.
 
-    The beginning of a prompt is truncated where it is too long together with the completion.
+    The beginning of a prompt is truncated where it is too long together with the completion. With images, of which
+    nothing is cut, the end of the completion is truncated, if it has none.
     """
     places = _next_of_other_prompt(rows, max_length)
 
@@ -32,14 +33,26 @@ def with_mismatched_completions(rows: Dataset, *, max_length: int) -> RowView:
         begin = row["masks"][0].index(True)
         responses = list(row["responses"])
         masks = list(row["masks"])
+        images = list(row.get("images") or ())
+        order = list(row.get("image_order") or [[] for _ in responses])
+        theirs = following.get("images") or ()
+        of_prompt, of_their_prompt = row.get("prompt_images", 0), following.get("prompt_images", 0)
         for number in range(len(row["responses"])):
             mismatched = (index + number) % len(following["responses"])
             end = following["masks"][mismatched].index(True)
             completion, mask = (following[name][mismatched][end:][: max_length - 1] for name in ("responses", "masks"))
-            prompt = row["responses"][0][:begin][max(0, begin + len(completion) - max_length) :]
+            prompt = row["responses"][0][:begin]
+            own = following["image_order"][mismatched][of_their_prompt:] if theirs else []
+            if of_prompt and not own:
+                completion, mask = completion[: max_length - begin], mask[: max_length - begin]
+            elif not of_prompt and not own:
+                prompt = prompt[max(0, begin + len(completion) - max_length) :]
             responses.append(prompt + completion)
             masks.append([False] * len(prompt) + mask)
-        return {"responses": responses, "masks": masks}
+            order.append([*range(of_prompt), *range(len(images), len(images) + len(own))])
+            images += [theirs[image] for image in own]
+        added = {"responses": responses, "masks": masks}
+        return added | ({"images": images, "image_order": order} if images else {})
 
     # Upper bounds of the tokens with the mismatched completions, for the size of micro-batches.
     lengths = column_array(rows, "length")

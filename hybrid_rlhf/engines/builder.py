@@ -7,7 +7,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -162,6 +162,7 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     tensor_ranks = SplitRanks.of(world, size) if size > 1 else None
     with engine_ranks(world, tensor_ranks):
         engine, options = _initialize(spec, world, tensor_ranks)
+        options = replace(options, path=spec.path, trust_remote_code=spec.model.trust_remote_code)
         if tensor_ranks is not None:
             finish_tensor_parallelism(engine, tensor_ranks)
     return engine_type(spec.role, engine, world, options)

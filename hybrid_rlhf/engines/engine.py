@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.engines.deepspeed_internals import (
     allocate_gradients,
     disable_gradient_allreduce,
@@ -37,6 +38,7 @@ from hybrid_rlhf.engines.operations import Operations, training_operations
 from hybrid_rlhf.engines.partition import base_parameters
 from hybrid_rlhf.engines.residency.offload import OffloadedWeights
 from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.generation.image_loading import ImageLoader
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import pads, saved_rows, shares_prefixes
@@ -98,6 +100,10 @@ class EngineOptions:
     """Muon trains the model."""
     tensor_ranks: SplitRanks | None = None
     """Groups of the engine's ranks under tensor parallelism."""
+    path: str = ""
+    """Of the model, whose processor reads images."""
+    trust_remote_code: bool = False
+    """As in ModelConfig."""
 
 
 class ModelEngine:
@@ -125,8 +131,12 @@ class ModelEngine:
         if world.size == 1:
             disable_gradient_allreduce(engine)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the wrapped module, with rows on the host or the device."""
+    def __call__(
+        self, *args: Any, images: Sequence[Sequence[ImageReference]] | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the forward of the wrapped module, with rows on the host or the device and the images of each row."""
+        if images is not None:
+            kwargs["images"] = self._image_loader.images(images)
         offloads = self._options.offload_activations and torch.is_grad_enabled()
         with self._ranks(), ActivationOffload() if offloads else contextlib.nullcontext():
             return self._engine(*args, device=self.device, **kwargs)
@@ -159,6 +169,10 @@ class ModelEngine:
             )
         with adapters_off(self.lm):
             yield self
+
+    @functools.cached_property
+    def _image_loader(self) -> ImageLoader:
+        return ImageLoader.of(self._options.path, trust_remote_code=self._options.trust_remote_code)
 
     @property
     def module(self) -> nn.Module:

@@ -17,6 +17,7 @@ from hybrid_rlhf.configs.sections.training import frozen_zero
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.chat.conversation import turn_end
 from hybrid_rlhf.data.chat.template import WITHOUT_TEMPLATE, set_plain_template
+from hybrid_rlhf.data.images.expansion import ImageRules
 from hybrid_rlhf.data.rows.conditional import CONDITION_FILE, ScoreBuckets
 from hybrid_rlhf.data.rows.counts import RowCounts
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
@@ -26,6 +27,7 @@ from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.loop.report.writing import write_report
 from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
 from hybrid_rlhf.models.pretrained.loading import position_limit
+from hybrid_rlhf.models.pretrained.processors import ImageProcessor
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
@@ -80,6 +82,15 @@ def start_step(config: StepConfig, run: Run, path: str | None) -> tuple[str, Pre
             )
         save_config(run.folder_config, run.folder / CONFIG_FILE)
     return resolved, tokenizer
+
+
+def image_rules(config: StepConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> ImageRules:
+    """How the images of rows are encoded for the model at a path; rows without images need no processor."""
+    try:
+        processor = ImageProcessor.load(path, tokenizer, trust_remote_code=config.model.trust_remote_code)
+    except UserError as error:
+        return ImageRules(refusal=str(error))
+    return ImageRules(processor, max_pixels=config.data.max_image_pixels)
 
 
 def warm_start_folder(run: Run, role: str) -> str | None:

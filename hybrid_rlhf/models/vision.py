@@ -13,7 +13,7 @@ Shapes: B rows, T time, N real tokens of all rows, M tokens that the model compu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,10 @@ from hybrid_rlhf.models.structure import backbone_of, text_model_of
 
 @dataclass(frozen=True)
 class RowImage:
-    """An image as its model reads it, on the host."""
+    """An image as its model reads it."""
 
-    arguments: dict[str, Tensor]
-    """The model's arguments for this image alone."""
+    load: Callable[[], dict[str, Tensor]]
+    """Returns the model's arguments for this image alone, on the host."""
     tokens: int
     """Number of image tokens, which carry its states."""
     key: int
@@ -135,16 +135,17 @@ class ImageEncoder:
             return None
         if not images:
             return torch.arange(len(input_ids))[:, None].expand(-1, 3)
-        grid = torch.cat([image.arguments["image_grid_thw"] for image in images])
+        grid = torch.cat([image.load()["image_grid_thw"] for image in images])
         marks = (input_ids == self.token_id).int()
         found: Tensor = backbone.get_rope_index(input_ids[None], mm_token_type_ids=marks[None], image_grid_thw=grid)[0]
         return found[:, 0].t()
 
     def joined(self, images: Sequence[RowImage], dtype: torch.dtype) -> dict[str, Tensor]:
         """The model's arguments for several images, with pixels in a dtype."""
+        of_images = [image.load() for image in images]
         joined = {
-            name: torch.cat([image.arguments[name] for image in images], dim=self.family.joined_dim)
-            for name in images[0].arguments
+            name: torch.cat([arguments[name] for arguments in of_images], dim=self.family.joined_dim)
+            for name in of_images[0]
         }
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in joined.items()}
 

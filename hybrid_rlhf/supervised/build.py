@@ -25,6 +25,7 @@ from hybrid_rlhf.loop.batch_plan import BatchPlan, plan_batch
 from hybrid_rlhf.loop.saving import finish
 from hybrid_rlhf.loop.setup import (
     build_frozen_engine,
+    image_rules,
     log_plan,
     open_step,
     pad_token,
@@ -90,7 +91,12 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
             teacher_path = resolve(config, run, distill.teacher, key="distill.teacher")
             require_same_tokens("teacher", teacher_path, tokenizer, config.model, learner="student")
         data = load_sft_data(
-            config.data, tokenizer=tokenizer, seed=config.seed, world=run.world, conditional=config.condition
+            config.data,
+            tokenizer=tokenizer,
+            seed=config.seed,
+            world=run.world,
+            conditional=config.condition,
+            images=image_rules(config, path, tokenizer),
         )
         record_data(data.counts, run)
         if data.score_buckets is not None:
@@ -100,13 +106,20 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
             train = pack_rows(train, capacity=config.data.max_length, seed=config.seed, log=run.world.is_main)
         plan, _, steps = _plan(config, run, train)
         role: Role = "actor"
-        objective: Objective[Any] = SFTObjective(pad_token_id=pad_token(tokenizer), device=run.world.device)
+        objective: Objective[Any] = SFTObjective(
+            pad_token_id=pad_token(tokenizer), device=run.world.device, has_images=data.has_images
+        )
         if distill is not None and teacher_path is not None:
             role = "student"
             train = with_row_numbers(train, distill, max_length=config.data.max_length)
             teacher = build_frozen_engine(config, run, "teacher", teacher_path)
             objective = DistillObjective(
-                distill, teacher, tokenizer, seed=config.seed, max_length=config.data.max_length
+                distill,
+                teacher,
+                tokenizer,
+                seed=config.seed,
+                max_length=config.data.max_length,
+                has_images=data.has_images,
             )
         engine = _build_learner(config, run, role, path, "sft", steps=steps)
         SupervisedTrainer(
@@ -120,7 +133,14 @@ def run_reward(config: RewardConfig, callbacks: Sequence[Callback] = ()) -> None
     objective_config = config.objective
     with open_step(config, callbacks) as run:
         path, tokenizer = start_step(config, run, config.model.path)
-        data = load_reward_data(config.data, objective_config, tokenizer=tokenizer, seed=config.seed, world=run.world)
+        data = load_reward_data(
+            config.data,
+            objective_config,
+            tokenizer=tokenizer,
+            seed=config.seed,
+            world=run.world,
+            images=image_rules(config, path, tokenizer),
+        )
         record_data(data.counts, run)
         if objective_config.calibrate:
             require_held_out(data.held_out, objective_config.heads)
@@ -128,7 +148,12 @@ def run_reward(config: RewardConfig, callbacks: Sequence[Callback] = ()) -> None
         if learns_labels:
             _warn_of_one_label(data.train, run)
         objective_class = RewardLabelObjective if learns_labels else RewardPairObjective
-        objective = objective_class(objective_config, pad_token_id=pad_token(tokenizer), device=run.world.device)
+        objective = objective_class(
+            objective_config,
+            pad_token_id=pad_token(tokenizer),
+            device=run.world.device,
+            has_images=data.has_images,
+        )
         plan, _, steps = _plan(config, run, data.train)
         engine = _build_learner(config, run, "reward", path, "reward", steps=steps)
         SupervisedTrainer[Any](
@@ -150,7 +175,8 @@ def run_preference(config: PreferenceStepConfig, callbacks: Sequence[Callback] =
     with open_step(config, callbacks) as run:
         path, tokenizer = start_step(config, run, config.model.path)
         load = load_labelled_data if config.algorithm.learns_labels else load_preference_data
-        data = load(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
+        images = image_rules(config, path, tokenizer)
+        data = load(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world, images=images)
         record_data(data.counts, run)
         parts: list[RowSequence] = [data.train, data.held_out]
         if config.algorithm.learns_labels:
@@ -162,7 +188,12 @@ def run_preference(config: PreferenceStepConfig, callbacks: Sequence[Callback] =
         section = config.reference
         reference = None if section is None else ReferenceModel(config, section, run, engine, path, tokenizer)
         live = reference if section is not None and section.logprobs == "live" else None
-        settings: Any = {"pad_token_id": pad_token(tokenizer), "device": run.world.device, "reference": live}
+        settings: Any = {
+            "pad_token_id": pad_token(tokenizer),
+            "device": run.world.device,
+            "has_images": data.has_images,
+            "reference": live,
+        }
         objective: Objective[Any]
         if isinstance(config.algorithm, KTOConfig):
             objective = PreferenceLabelObjective(KTO(config.algorithm), **settings)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.sections.training import TrainConfig
+from hybrid_rlhf.data.collation import images_of
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.row_views import RowSequence
 from hybrid_rlhf.engines.engine import ModelEngine
@@ -35,6 +36,7 @@ from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World
 
 BatchT = TypeVar("BatchT")
+CollatedT = TypeVar("CollatedT", bound=Any)
 
 
 class Objective(ABC, Generic[BatchT]):
@@ -47,14 +49,20 @@ class Objective(ABC, Generic[BatchT]):
     collator: ClassVar[staticmethod[[Sequence[Mapping[str, Any] | None], int], Any]]
     """Collates rows on the host, padded with the token of the second argument."""
 
-    def __init__(self, *, pad_token_id: int, device: torch.device) -> None:
+    def __init__(self, *, pad_token_id: int, device: torch.device, has_images: bool = False) -> None:
+        """Take the token of padding, the device of the models, and whether rows of the data have images."""
         self._pad_token_id = pad_token_id
         self._device = device
+        self._has_images = has_images
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> BatchT:
         """Collate rows of the data as tensors on the host; None is an empty row."""
-        batch: BatchT = self.collator(rows, self._pad_token_id)
-        return batch
+        return self.with_images(self.collator(rows, self._pad_token_id), rows)
+
+    def with_images(self, batch: CollatedT, rows: Sequence[Mapping[str, Any] | None]) -> CollatedT:
+        """A batch with the images of its rows, empty ones too where others have images: ranks call the tower
+        alike."""
+        return replace(batch, images=images_of(rows)) if self._has_images else batch
 
     def prepare(self, engine: ModelEngine, batches: Sequence[BatchT]) -> Sequence[BatchT]:
         """Add values that are computed from all micro-batches of an update, before its losses. Every rank calls."""

@@ -61,9 +61,11 @@ class DistillObjective(Objective[DistillBatch]):
         *,
         seed: int,
         max_length: int,
+        has_images: bool = False,
     ) -> None:
-        """Take the teacher's engine, the tokenizer of both models, the run's seed and the longest row in tokens."""
-        super().__init__(pad_token_id=pad_token(tokenizer), device=teacher.device)
+        """Take the teacher's engine, the tokenizer of both models, the run's seed, the longest row in tokens and
+        whether rows have images."""
+        super().__init__(pad_token_id=pad_token(tokenizer), device=teacher.device, has_images=has_images)
         self._teacher = teacher
         self._tokenizer = tokenizer
         self._config = config
@@ -73,7 +75,10 @@ class DistillObjective(Objective[DistillBatch]):
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> DistillBatch:
         """Collate the rows as tokens, and keep the rows."""
-        return DistillBatch(collate_tokens(rows, self._pad_token_id), rows)
+        return DistillBatch(self._tokens(rows), rows)
+
+    def _tokens(self, rows: Sequence[Mapping[str, Any] | None]) -> TokenBatch:
+        return self.with_images(collate_tokens(rows, self._pad_token_id), rows)
 
     def resample(self, engine: ModelEngine, batches: Sequence[DistillBatch], *, step: int) -> Sequence[DistillBatch]:
         """In updates chosen by a seeded draw, replace the completions of the data by the student's own."""
@@ -90,8 +95,11 @@ class DistillObjective(Objective[DistillBatch]):
             )
         replaced = []
         for batch, pairs in zip(batches, sequences_of, strict=True):
-            rows = [row if request is None else _completed(request[0], next(completions)) for row, request in pairs]
-            replaced.append(DistillBatch(collate_tokens(rows, self._pad_token_id), batch.rows, on_policy=True))
+            rows = [
+                row if row is None or request is None else _completed(row, request[0], next(completions))
+                for row, request in pairs
+            ]
+            replaced.append(DistillBatch(self._tokens(rows), batch.rows, on_policy=True))
         return replaced
 
     def count(self, batch: DistillBatch) -> int:
@@ -113,9 +121,10 @@ class DistillObjective(Objective[DistillBatch]):
         module = self._teacher.module
         assert isinstance(module, Teacher)
         with torch.no_grad():
-            hidden = self._teacher(*inputs)
+            hidden = self._teacher(*inputs, images=tokens.images)
         with gathered(module.head.parameters()):
-            total, divergence, nll = engine(*inputs, targets=TeacherTargets(hidden, module.head, rule))
+            targets = TeacherTargets(hidden, module.head, rule)
+            total, divergence, nll = engine(*inputs, images=tokens.images, targets=targets)
         count = torch.full((), float(self.count(batch)), device=self._device)
         loss = LossSum(total, count, {"divergence": divergence, "sft": nll, "on_policy": count * batch.on_policy})
         return engine.with_router_losses(loss, tokens.for_loss(self._device).loss_mask.sum(dim=1))
@@ -145,10 +154,11 @@ class DistillObjective(Objective[DistillBatch]):
         return sequences
 
 
-def _completed(prompt: list[int], completions: Sequence[Any]) -> dict[str, Any]:
-    """A row made of a prompt and its sampled completion."""
+def _completed(row: Mapping[str, Any], prompt: list[int], completions: Sequence[Any]) -> dict[str, Any]:
+    """A row made of a prompt and its sampled completion, with the images of a row."""
     sampled = list(completions[0].token_ids)
-    return {"input_ids": prompt + sampled, "loss_mask": [False] * len(prompt) + [True] * len(sampled)}
+    mask = [False] * len(prompt) + [True] * len(sampled)
+    return {"input_ids": prompt + sampled, "loss_mask": mask, "images": row.get("images")}
 
 
 def last_completion_start(loss_mask: Sequence[bool]) -> int:

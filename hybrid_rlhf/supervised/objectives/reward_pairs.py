@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,8 +43,9 @@ class ScoreObjective(Objective[ScoredT]):
 
     name = "reward"
 
-    def __init__(self, config: RewardObjectiveConfig, *, pad_token_id: int, device: torch.device) -> None:
-        super().__init__(pad_token_id=pad_token_id, device=device)
+    def __init__(self, config: RewardObjectiveConfig, **settings: Any) -> None:
+        """Take the section, and the settings of `Objective`."""
+        super().__init__(**settings)
         self._config = config
 
     @abstractmethod
@@ -53,7 +54,7 @@ class ScoreObjective(Objective[ScoredT]):
 
     def outputs(self, engine: ModelEngine, batch: ScoredT) -> tuple[Tensor, ScoredT]:
         """[N, T] scores after each token, of the head that each completion trains; and the batch for a loss."""
-        outputs = engine(batch.input_ids, batch.attention_mask)
+        outputs = engine(batch.input_ids, batch.attention_mask, images=batch.images)
         batch = batch.for_loss(self._device)
         return of_heads(outputs, batch.head), batch
 

@@ -33,7 +33,7 @@ class SFTObjective(Objective[TokenBatch]):
 
     def loss(self, engine: ModelEngine, batch: TokenBatch) -> LossSum:
         """Return the negative log-likelihood, summed over the tokens with loss."""
-        logprobs, _ = engine(batch.input_ids, batch.attention_mask, batch.loss_mask)
+        logprobs, _ = engine(batch.input_ids, batch.attention_mask, batch.loss_mask, images=batch.images)
         batch = batch.for_loss(self._device)
         return engine.with_router_losses(sft_loss(logprobs, mask=batch.loss_mask), batch.loss_mask.sum(dim=1))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,12 +35,10 @@ class PreferenceObjective(Objective[BatchT], Generic[BatchT, LossT]):
 
     name = "preference"
 
-    def __init__(
-        self, loss: LossT, *, pad_token_id: int, device: torch.device, reference: EngineContext | None = None
-    ) -> None:
-        """Take the loss, and a reference to run at each update; None if rows have its log-probs, or the loss needs
-        none."""
-        super().__init__(pad_token_id=pad_token_id, device=device)
+    def __init__(self, loss: LossT, *, reference: EngineContext | None = None, **settings: Any) -> None:
+        """Take the loss, a reference to run at each update (None if rows have its log-probs, or the loss needs none),
+        and the settings of `Objective`."""
+        super().__init__(**settings)
         self._loss: LossT = loss
         self._reference = reference
 
@@ -153,5 +151,6 @@ def _logprobs_of(engine: ModelEngine, batch: PreferenceLabelBatch, rows: Tensor)
     """[rows] log-probs of some completions of a batch, summed over their tokens."""
     width = int(batch.attention_mask[rows].sum(dim=1).max())
     inputs = (tensor[rows, :width] for tensor in (batch.input_ids, batch.attention_mask, batch.response_mask))
-    logprobs: Tensor = engine(*inputs)[0]
+    images = None if batch.images is None else [batch.images[row] for row in rows.tolist()]
+    logprobs: Tensor = engine(*inputs, images=images)[0]
     return logprobs.sum(dim=1)

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.preference import PreferenceReferenceConfig, PreferenceStepConfig
 from hybrid_rlhf.data.collation import PreferenceBatch, PreferenceLabelBatch
+from hybrid_rlhf.data.images.references import tokenised_images
 from hybrid_rlhf.data.row_views import RowSequence, RowView, augmented_rows, row_subset
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.loop.batch_plan import BatchPlan
@@ -40,7 +41,8 @@ EngineContext = Callable[[], AbstractContextManager[ModelEngine]]
 
 def completion_logprobs(engine: ModelEngine, batch: PreferenceBatch | PreferenceLabelBatch) -> Tensor:
     """[N] log-probs of the completions of a batch, summed over their tokens."""
-    logprobs: Tensor = engine(batch.input_ids, batch.attention_mask, batch.response_mask)[0]
+    masks = batch.attention_mask, batch.response_mask
+    logprobs: Tensor = engine(batch.input_ids, *masks, images=batch.images)[0]
     return logprobs.sum(dim=1)
 
 
@@ -79,8 +81,11 @@ def compute_reference_logprobs(
 
 
 def completions_key(row: Mapping[str, Any]) -> str:
-    """Hash of the tokens and masks of a row's completions, which determine its log-probs under a model."""
-    return hashlib.sha256(json.dumps([row["responses"], row["masks"]]).encode()).hexdigest()[:32]
+    """Hash of the tokens, masks and images of a row's completions, which determine its log-probs under a model."""
+    parts = [row["responses"], row["masks"]]
+    if images := tokenised_images(row):
+        parts += [[image.digest for image in images], row["image_order"]]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 class ReferenceModel:
