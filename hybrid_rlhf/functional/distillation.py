@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from hybrid_rlhf.functional.logprobs import BANNED_LOGIT
 from hybrid_rlhf.functional.masking import at_least_float32
 from hybrid_rlhf.functional.operations import add_wide_product, wide_linear
 
@@ -39,13 +40,19 @@ class OutputHead:
     softcap: float | None = None
     float32_logits: bool = True
     """Accumulate and store logits in float32; false rounds them to the dtype of the weights."""
+    banned: tuple[int, ...] = ()
+    """Tokens with probability 0; without a soft cap."""
 
     def logits(self, hidden: Tensor, rows: int) -> Tensor:
         """Logits [n, rows] before the soft cap, for the first rows of the vocabulary, in float32 or better."""
         bias = None if self.bias is None else self.bias[:rows]
         if self.float32_logits and hidden.dtype in (torch.bfloat16, torch.float16):
-            return wide_linear(hidden, self.weight[:rows], bias)
-        return at_least_float32(linear(hidden, self.weight[:rows], bias))
+            logits = wide_linear(hidden, self.weight[:rows], bias)
+        else:
+            logits = at_least_float32(linear(hidden, self.weight[:rows], bias))
+        if self.banned:
+            logits.index_fill_(1, torch.tensor(self.banned, device=logits.device), BANNED_LOGIT)
+        return logits
 
     def capped(self, logits: Tensor) -> Tensor:
         """Logits with the soft cap applied."""

@@ -8,6 +8,7 @@ Shapes: B batch, T time, N tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ FLOAT32_TOLERANCE = 2e-3
 """Largest difference of log-probs in float32, in nats, that `agreement` allows."""
 LEAST_CHUNK_TOKENS = 512
 """Tokens whose logits are in memory at a time, at least: the fewest for which products are fast."""
+BANNED_LOGIT = -1e30
+"""Logit of a token with probability 0: finite, so that no product with it is NaN."""
 _MOST_CHUNK_TOKENS = 8192
 _CHUNK_BYTES = 2**30
 _ROUNDING_STEPS = 2.0
@@ -59,12 +62,14 @@ def agreement(
 
     Args:
         logprobs: [P - 1] log-probs to check.
-        expected: [P - 1] log-probs of the reference.
+        expected: [P - 1] log-probs of the reference; a token with probability 0 on both sides does not differ.
         dtype: dtype of the computation.
         low_precision: allowed mean difference in nats for dtypes other than float32.
         magnitude: magnitude of the logits; the tolerance is at least two rounding steps of the dtype at it.
     """
-    difference = (logprobs - expected.to(logprobs)).abs()
+    expected = expected.to(logprobs)
+    both_banned = (logprobs < BANNED_LOGIT / 2) & (expected < BANNED_LOGIT / 2)
+    difference = (logprobs - expected).abs().masked_fill(both_banned, 0.0)
     if dtype == torch.float32:
         return LogprobAgreement(float(difference.max()), FLOAT32_TOLERANCE)
     return LogprobAgreement(
@@ -96,6 +101,7 @@ def logprobs_from_hidden(
     bias: Tensor | None = None,
     softcap: float | None = None,
     float32_logits: bool = True,
+    banned: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy of labels under the LM head, without the full logits in memory.
 
@@ -110,17 +116,21 @@ def logprobs_from_hidden(
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), before the temperature.
         float32_logits: accumulate and store logits in float32; false rounds them to the dtype of hidden. The gradient
             of the logits is rounded to that dtype in either case, before its matrix products. No difference in float32.
+        banned: tokens with probability 0, without gradient; no label is one.
 
     Returns:
         logprobs and entropy (nats), [...] float32 or better, differentiable in hidden, weight and bias.
 
     Raises:
-        ValueError: when labels and hidden states differ in number.
+        ValueError: when labels and hidden states differ in number, or for banned tokens with a soft cap, which would
+            return them.
     """
     _check_labels(labels, hidden)
+    if banned and softcap is not None:
+        raise ValueError(f"banned tokens need logits without a soft cap, got {softcap}")
     flat = hidden.reshape(-1, hidden.shape[-1])
     logprobs, entropy = _ChunkedHead.apply(
-        flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, softcap, float32_logits
+        flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, softcap, float32_logits, banned
     )
     return logprobs.view(labels.shape), entropy.view(labels.shape)
 
@@ -139,12 +149,13 @@ class _ChunkedHead(torch.autograd.Function):
         chunk_tokens: int,
         softcap: float | None,
         float32_logits: bool,
+        banned: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(labels), dtype=dtype, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         normaliser = torch.empty_like(logprobs)
-        memory = _ChunkMemory(hidden, weight, chunk_tokens, float32_logits)
+        memory = _ChunkMemory(hidden, weight, chunk_tokens, float32_logits, banned)
         by_kernels = _suits_kernels(hidden)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
@@ -156,7 +167,7 @@ class _ChunkedHead(torch.autograd.Function):
                 found = _summary(logits, labels[part], memory.buffer(len(logits), dtype))
             logprobs[part], entropy[part], normaliser[part] = found
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
-        ctx.settings = (temperature, chunk_tokens, softcap, float32_logits)
+        ctx.settings = (temperature, chunk_tokens, softcap, float32_logits, banned)
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -164,12 +175,12 @@ class _ChunkedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
-        temperature, chunk_tokens, softcap, float32_logits = ctx.settings
+        temperature, chunk_tokens, softcap, float32_logits, banned = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if needs_bias else None
-        memory = _ChunkMemory(hidden, weight, chunk_tokens, float32_logits)
+        memory = _ChunkMemory(hidden, weight, chunk_tokens, float32_logits, banned)
         by_kernels = _suits_kernels(hidden)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
@@ -202,19 +213,18 @@ class _ChunkedHead(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 6,
         )
 
 
 class _ChunkMemory:
     """Buffers [n, V] that all chunks reuse, as the pages of a new allocation would have to be mapped again."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int, float32_logits: bool) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, chunk_tokens: int, float32_logits: bool, banned: Sequence[int]
+    ) -> None:
         self._wide = float32_logits
+        self._banned = torch.tensor(banned, device=hidden.device) if banned else None
         self._shape = (min(chunk_tokens, len(hidden)), len(weight))
         self._device = hidden.device
         self._buffer: Tensor | None = None
@@ -230,6 +240,10 @@ class _ChunkMemory:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Logits [n, V] of a chunk, before the soft cap and the temperature."""
+        logits = self._plain_logits(hidden, weight, bias)
+        return logits if self._banned is None else logits.index_fill_(1, self._banned, BANNED_LOGIT)
+
+    def _plain_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self._logits is None:
             return linear(hidden, weight, bias)
         out = self._logits[: len(hidden)]

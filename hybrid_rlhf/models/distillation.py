@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.functional.distillation import DistillationRule, OutputHead, divergence_from_hidden
 from hybrid_rlhf.models.policy import HeadLogprobs, Policy, backbone_hidden, model_rows
+from hybrid_rlhf.models.vision import Images
 
 CHUNK_TOKENS = 256
 """Number of tokens for which the logits of both models are in memory at a time."""
@@ -44,10 +45,17 @@ class Teacher(nn.Module):
         self.head = HeadLogprobs(lm)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, *, device: torch.device | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_mask: Tensor,
+        *,
+        images: Images | None = None,
+        device: torch.device | None = None,
     ) -> Tensor:
         """Hidden states [N, H] before the tokens of a mask [B, T], row by row; the first token of a row has none."""
-        return backbone_hidden(self.lm, model_rows(self.lm, input_ids, attention_mask, token_mask, device=device))
+        rows = model_rows(self.lm, input_ids, attention_mask, token_mask, images=images, device=device)
+        return backbone_hidden(self.lm, rows)
 
 
 class StudentHead(HeadLogprobs):
@@ -87,17 +95,20 @@ class Student(Policy):
         targets: TeacherTargets | None = None,
         *,
         routes: Tensor | None = None,
+        images: Images | None = None,
         device: torch.device | None = None,
     ) -> Any:
         """Log-probs as Policy without targets; with targets the sums of loss, divergence and -log p of the tokens,
         scalars."""
+        inputs = (input_ids, attention_mask, token_mask)
         if targets is None:
-            return super().forward(input_ids, attention_mask, token_mask, temperature, routes=routes, device=device)
-        rows = self.rows(input_ids, attention_mask, token_mask, routes=routes, device=device)
+            return super().forward(*inputs, temperature, routes=routes, images=images, device=device)
+        rows = self.rows(*inputs, routes=routes, images=images, device=device)
         return self.head(self.hidden(rows), rows.labels, temperature, targets)
 
 
 def _scaled(head: HeadLogprobs, hidden: Tensor) -> tuple[Tensor, OutputHead]:
     """Hidden states and head, scaled by the family's logit scale."""
     states, bias = head.scaled(hidden)
-    return states, OutputHead(head.summed_weight, bias, head.convention.softcap, head.float32_logits)
+    convention = head.convention
+    return states, OutputHead(head.summed_weight, bias, convention.softcap, head.float32_logits, convention.banned)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import agreement, token_logprobs
+from hybrid_rlhf.models.families.vision import banned_ids
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.structure import backbone_of
 
@@ -34,9 +35,12 @@ def probe_tokens(vocab_size: int, count: int = PROBE_TOKENS) -> tuple[int, ...]:
 
 @torch.no_grad()
 def module_logprobs(lm: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    """Log-probs [P - 1] of all tokens except the first, by the forward of a Hugging Face model."""
+    """Log-probs [P - 1] of all tokens except the first, by the forward of a Hugging Face model without the tokens that
+    stand for images."""
     ids = torch.tensor([tokens], device=lm.device)
-    return token_logprobs(lm(input_ids=ids, use_cache=False).logits[:, :-1], labels=ids[:, 1:])[0]
+    logits = lm(input_ids=ids, use_cache=False).logits[:, :-1]
+    logits[..., list(banned_ids(lm.config))] = -torch.inf
+    return token_logprobs(logits, labels=ids[:, 1:])[0]
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import head_chunk_tokens, logprobs_from_hidden
 from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.functional.operations import wide_linear
@@ -37,6 +38,7 @@ from hybrid_rlhf.models.packing import (
 from hybrid_rlhf.models.routers.losses import RouterLoss, RouterLosses
 from hybrid_rlhf.models.routers.replay import RouterReplay
 from hybrid_rlhf.models.structure import backbone_of
+from hybrid_rlhf.models.vision import ImageEncoder, ImageRows, Images, PlacedImages, hidden_with_images
 
 
 class HeadLogprobs(nn.Module):
@@ -73,6 +75,7 @@ class HeadLogprobs(nn.Module):
                 len(self.weight), device_type=self._device_type or hidden.device.type, dtype=hidden.dtype
             ),
             float32_logits=self.float32_logits,
+            banned=self.convention.banned,
         )
 
     @property
@@ -130,6 +133,7 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         *,
         routes: Tensor | None = None,
+        images: Images | None = None,
         device: torch.device | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the tokens of a mask.
@@ -140,12 +144,13 @@ class Policy(nn.Module):
             token_mask: [B, T], true on tokens whose log-prob is needed; the first token of a row has none and stays 0.
             temperature: divisor of the logits.
             routes: [B, T, E, k], recorded experts of each token, -1 where there are none; used if `replay` is set.
+            images: images of the rows.
             device: that of the model, if the rows are on the host; None: that of the rows.
 
         Returns:
             logprobs and entropy, [B, T] float32 on the device, 0 outside token_mask.
         """
-        rows = self.rows(input_ids, attention_mask, token_mask, routes=routes, device=device)
+        rows = self.rows(input_ids, attention_mask, token_mask, routes=routes, images=images, device=device)
         if rows.shard is None:
             results = self.head(self.hidden(rows), rows.labels, temperature)
         else:
@@ -169,10 +174,17 @@ class Scorer(nn.Module):
         super().__init__()
         self.lm = classifier
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, *, device: torch.device | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        images: Images | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
         """The head's output after each real token, [B, T] float32, 0 elsewhere; with several heads [B, T, heads].
         Arguments as of Policy."""
-        rows = model_rows(self.lm, input_ids, attention_mask, device=device)
+        rows = model_rows(self.lm, input_ids, attention_mask, images=images, device=device)
         return rows.in_cells(backbone_hidden(self.lm, rows, head=self.lm.score).squeeze(-1).float())
 
 
@@ -250,6 +262,8 @@ class ModelRows:
     """Number of rows that share each of them; None: each is of one row."""
     shard: SequenceShard | None = None
     """Under sequence or tensor parallelism, in place of the arguments."""
+    images: PlacedImages | None = None
+    """Images of the tokens that the backbone computes, or a blank one."""
 
     def in_cells(self, values: Tensor) -> Tensor:
         """Values [B, T, ...] from those [n, ...] of the tokens, 0 elsewhere."""
@@ -264,6 +278,7 @@ def model_rows(
     *,
     routes: Tensor | None = None,
     router_losses: bool = False,
+    images: Images | None = None,
     device: torch.device | None = None,
 ) -> ModelRows:
     """Prepare rows on the host, packed if the model packs them, and bring them to the device by one copy.
@@ -276,7 +291,11 @@ def model_rows(
             all real tokens are read.
         routes: [B, T, E, k], recorded experts of each token.
         router_losses: true to compute losses of routers.
+        images: images of the rows, on the host; a batch with one is padded if tokens attend to later ones of it.
         device: that of the model; None: that of the ids, from which they are brought to the host.
+
+    Raises:
+        UserError: for images of a model that reads none, or whose rows several ranks compute together.
     """
     device = device or input_ids.device
     input_ids, real = input_ids.cpu(), attention_mask.bool().cpu()
@@ -287,11 +306,18 @@ def model_rows(
         before = (real.flatten().cumsum(dim=0).view(real.shape) - 1)[asked] - 1
     counts = order = shard = None
     arguments: dict[str, Any] = {}
-    is_packed = packs(lm)
+    of_images = None if images is None else ImageRows.of(ImageEncoder(lm), input_ids, real, images)
+    is_packed = packs(lm) and (of_images is None or of_images.are_causal)
     if (world := rows_world(lm)) is not None:
+        if of_images is not None:
+            raise UserError(
+                "images need model.sequence_parallel and model.tensor_parallel 1, got "
+                f"{world.size} ranks that compute rows together: set them to 1"
+            )
         shard = shard_rows(lm, world, input_ids, real, before, device=device)
     elif is_packed:
-        packed = pack(lm, input_ids, real, routes, device=device)
+        keys = None if of_images is None else of_images.keys(input_ids, real)
+        packed = pack(lm, input_ids, real, routes, keys=keys, device=device)
         arguments, order = packed.arguments, packed.order
         if routes is not None:
             routes, counts = packed.packed(routes[real]), packed.counts
@@ -304,6 +330,11 @@ def model_rows(
         arguments |= {"input_ids": input_ids.gather(1, first), "attention_mask": moved_real.long()}
         routes = None if routes is None else routes.take_along_dim(first[:, :, None, None], dim=1).flatten(0, 1)
         order = moved_real.flatten().nonzero().squeeze(1)
+    placed = None
+    if of_images is not None:
+        placed = of_images.placed(order, arguments["input_ids"].numel(), lm.dtype)
+        if "position_ids" in arguments:
+            arguments["position_ids"] = of_images.position_ids(arguments["position_ids"], order)
     outputs = order
     if token_mask is not None:
         outputs = before if order is None else order[before]
@@ -318,6 +349,7 @@ def model_rows(
         routes,
         counts,
         shard,
+        placed,
     )
     return moved(rows, device)
 
@@ -343,7 +375,10 @@ def backbone_hidden(
         return _taken(rows.shard.own(rows.shard.hidden(lm, head)), rows.outputs)
     options = {} if rows.routers is None else {"output_router_logits": True}
     with contextlib.nullcontext() if replay is None else replay.of(rows.routes, rows.counts):
-        output = backbone_of(lm)(**rows.arguments, **options, use_cache=False)
+        if rows.images is None:
+            output = backbone_of(lm)(**rows.arguments, **options, use_cache=False)
+        else:
+            output = hidden_with_images(lm, rows.arguments, rows.images, **options, use_cache=False)
     if rows.routers is not None and router_logits is not None:
         router_logits += [_taken(logits.flatten(0, -2), rows.routers.outputs) for logits in output.router_logits]
     states: Tensor = output.last_hidden_state.flatten(0, 1)

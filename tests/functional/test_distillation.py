@@ -128,6 +128,23 @@ def test_the_logits_of_all_tokens_are_never_held(kind: DivergenceName, learns: b
     assert total.requires_grad == learns
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_banned_tokens_are_in_no_distribution(kind: DivergenceName) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
+    taught, teacher = torch.randn(5, 6, dtype=torch.float64), torch.randn(9, 6, dtype=torch.float64)
+    rule, labels = DistillationRule(kind, sft_coef=1.0), torch.randint(0, 7, (5,))
+    results = []
+    for rows, banned in ((9, (7, 8)), (7, ())):
+        leaf = hidden.clone().requires_grad_()
+        heads = OutputHead(weight[:rows], banned=banned), OutputHead(teacher[:rows], banned=banned)
+        found = divergence_from_hidden(
+            leaf, heads[0], teacher_hidden=taught, teacher_head=heads[1], labels=labels, rule=rule
+        )
+        results.append([*found, *torch.autograd.grad(found[0], leaf)])
+    torch.testing.assert_close(*results)
+
+
 def test_a_larger_vocabulary_is_cut_to_the_smaller() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)

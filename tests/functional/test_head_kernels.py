@@ -54,6 +54,7 @@ def heads(monkeypatch: pytest.MonkeyPatch, vocabulary: int, dtype: torch.dtype, 
         {"softcap": 2.0, "temperature": 1.3},
         {"wanted": (True, False)},
         {"wanted": (False, True), "softcap": 5.0},
+        {"banned": [0, 49]},
     ],
 )
 def test_a_head_computes_with_kernels_what_it_does_without(

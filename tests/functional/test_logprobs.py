@@ -202,3 +202,27 @@ def test_entropy_with_a_token_ruled_out_is_finite() -> None:
     labels = torch.zeros(1, dtype=torch.long)
     _, entropy = logprobs_from_hidden(torch.zeros(1, 2), weight=torch.zeros(3, 2), labels=labels, bias=bias)
     assert entropy.item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_banned_tokens_have_probability_0(dtype: torch.dtype) -> None:
+    """As a softmax over the other tokens, with gradients; the entropy has no term of them."""
+    torch.manual_seed(0)
+    hidden = torch.randn(9, 8, dtype=dtype)
+    weight = torch.randn(12, 8, dtype=dtype) * 3
+    banned, others = [2, 7], [token for token in range(12) if token not in (2, 7)]
+    labels = torch.arange(9) % len(others)
+    results = []
+    for rows, removed in ((weight.clone(), banned), (weight[others], [])):
+        inputs = hidden.clone().requires_grad_(), rows.requires_grad_()
+        of_labels = torch.tensor(others)[labels] if removed else labels
+        outputs = logprobs_from_hidden(
+            inputs[0], weight=inputs[1], labels=of_labels, temperature=0.5, chunk_tokens=4, banned=removed
+        )
+        (outputs[0].sum() + 2 * outputs[1].sum()).backward()
+        results.append([*outputs, inputs[0].grad, inputs[1].grad[others] if removed else inputs[1].grad])
+        assert not removed or not inputs[1].grad[banned].any()
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="without a soft cap"):
+        logprobs_from_hidden(hidden, weight=weight, labels=labels, softcap=2.0, banned=banned)

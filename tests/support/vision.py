@@ -17,11 +17,13 @@ from typing import Any
 import torch
 import transformers
 from PIL import Image, ImageDraw
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES
 from hybrid_rlhf.models.pretrained.processors import ImageProcessor
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.models.vision import Images, RowImage
 from tests.support.tiny import byte_tokenizer
 
 FAMILIES = tuple(VISION_FAMILIES)
@@ -315,3 +317,32 @@ def model_arguments(family: str, ids: Sequence[int], images: Sequence[Image.Imag
     elif "qwen" in family or family == "glm4v":
         arguments["mm_token_type_ids"] = marks
     return arguments | (processor.pixels(images) if images else {})
+
+
+def row_images(family: str, images: Sequence[Image.Image]) -> list[RowImage]:
+    """Images of a row as their model reads them; equal pictures have equal keys."""
+    processor = vision_processor(family)
+    return [
+        RowImage(
+            processor.pixels([image]),
+            processor.expansion(*image.size).count(processor.image_token_id),
+            hash((image.size, image.tobytes())),
+        )
+        for image in images
+    ]
+
+
+def blank_image(family: str) -> RowImage:
+    """A small image without content."""
+    return row_images(family, [Image.new("RGB", (16, 16))])[0]
+
+
+def padded_chats(
+    family: str, chats: Sequence[tuple[Sequence[str | Image.Image], str]]
+) -> tuple[torch.Tensor, torch.Tensor, Images]:
+    """Rows of a turn and its answer: ids [B, T], mask [B, T] and images."""
+    rows = [torch.tensor(chat_ids(family, content, answer)) for content, answer in chats]
+    lengths = torch.tensor([len(row) for row in rows])
+    images = [[part for part in content if not isinstance(part, str)] for content, _ in chats]
+    real = torch.arange(int(lengths.max())) < lengths[:, None]
+    return pad_sequence(rows, batch_first=True), real, Images([row_images(family, of_row) for of_row in images])

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hybrid_rlhf.models.families.vision import banned_ids
+
 _MULTIPLIED_BY_SCALING = ("hyperclovax",)
 
 
@@ -18,6 +20,8 @@ class HeadConvention:
 
     scale: float = 1.0
     softcap: float | None = None
+    banned: tuple[int, ...] = ()
+    """Ids that stand for images and have probability 0, in training as in sampling."""
 
 
 def head_convention(config: PreTrainedConfig) -> HeadConvention:
@@ -33,7 +37,7 @@ def head_convention(config: PreTrainedConfig) -> HeadConvention:
     for name in ("logit_scale", "lm_head_multiplier"):
         scale *= float(getattr(text, name, None) or 1.0)
     softcap = getattr(text, "final_logit_softcapping", None) or getattr(text, "logits_soft_cap", None)
-    return HeadConvention(scale=scale, softcap=float(softcap) if softcap else None)
+    return HeadConvention(scale=scale, softcap=float(softcap) if softcap else None, banned=banned_ids(config))
 
 
 def keep_float32_logits(lm: PreTrainedModel, wanted: bool) -> None:

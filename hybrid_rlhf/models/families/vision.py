@@ -67,9 +67,9 @@ def image_token_id(config: PreTrainedConfig) -> int:
 
 
 def banned_ids(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Ids that stand for images and videos, which have probability 0: a sampled one would have no image. Empty for
-    types outside the table."""
+    """Ids of the vocabulary that stand for images and videos, which have probability 0: a sampled one would have no
+    image. Empty for types outside the table."""
     if config.model_type not in VISION_FAMILIES:
         return ()
-    video = getattr(config, "video_token_id", None)
-    return tuple(sorted({image_token_id(config), *([] if video is None else [video])}))
+    rows: int = config.get_text_config().vocab_size
+    return tuple(sorted({image_token_id(config), getattr(config, "video_token_id", rows)}.intersection(range(rows))))

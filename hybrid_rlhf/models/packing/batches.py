@@ -118,14 +118,20 @@ def pack(
     attention_mask: Tensor,
     routes: Tensor | None = None,
     *,
+    keys: Tensor | None = None,
     device: torch.device | None = None,
 ) -> PackedBatch:
     """Remove padding from rows [B, T], at any position, and all but one copy of prefixes (prefixes.py); tokens with
-    other `routes` [B, T, E, k] do not belong to one. `device` is that of the model; None: that of the ids."""
+    other `routes` [B, T, E, k] or other `keys` [B, T], in place of the ids, do not belong to one. `device` is that of
+    the model; None: that of the ids."""
     device = device or input_ids.device
     input_ids, real = input_ids.cpu(), attention_mask.bool().cpu()
     order = None
-    shared = SharedRows.of(input_ids, real, routes) if len(real) > 1 and shares_prefixes(lm) else None
+    shared = (
+        SharedRows.of(input_ids if keys is None else keys, real, routes)
+        if len(real) > 1 and shares_prefixes(lm)
+        else None
+    )
     vars(lm)[_SAVED] = [] if shared is None else shared.saved
     if shared is not None:
         arguments = {

@@ -1,0 +1,276 @@
+"""Images in the rows of a vision-language model.
+
+The tower of a model turns an image into states that take the places of the embeddings of its image tokens. All distinct
+images of a batch pass the tower by one call, and their states are gathered for the rows that have them, so rows share
+images as samples of a prompt do, and a packed row needs no pixels of its own. The language model then reads the merged
+embeddings as it reads those of text.
+
+Rotary positions are the model's own (`get_rope_index`): three axes in Qwen's and GLM's models. A batch without an image
+calls the tower with a blank image of weight 0, if it has one, so that all ranks gather the weights of the tower.
+
+Shapes: B rows, T time, N real tokens of all rows, M tokens that the model computes, n image tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.models.families.vision import VISION_FAMILIES, VisionFamily, image_token_id, images_refused
+from hybrid_rlhf.models.packing import take
+from hybrid_rlhf.models.structure import backbone_of, text_model_of
+
+
+@dataclass(frozen=True)
+class RowImage:
+    """An image as its model reads it, on the host."""
+
+    arguments: dict[str, Tensor]
+    """The model's arguments for this image alone."""
+    tokens: int
+    """Number of image tokens, which carry its states."""
+    key: int
+    """Equal for equal images."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of the rows of a batch."""
+
+    rows: Sequence[Sequence[RowImage]]
+    """Images of each row, in the order of their tokens."""
+    blank: RowImage | None = None
+    """What the tower computes for a batch without an image; None: nothing."""
+
+    def __bool__(self) -> bool:
+        """True if a row has an image."""
+        return any(self.rows)
+
+
+@dataclass(frozen=True)
+class PlacedImages:
+    """Images of the tokens that a model computes."""
+
+    arguments: dict[str, Tensor]
+    """The model's arguments for the distinct images."""
+    states: Tensor
+    """[n] index of the state that each image token takes, among those of the distinct images."""
+    places: Tensor
+    """[n] index of each image token among the M, ascending; empty for a blank image."""
+
+
+@dataclass(frozen=True)
+class EncodedImages:
+    """The images of one row, after the tower."""
+
+    places: list[int]
+    """Index of each image token in the row, ascending."""
+    states: Tensor
+    """[n, H], in place of the embeddings of these tokens."""
+    deep: tuple[Tensor, ...] = ()
+    """[n, H] each: added to the states of these tokens after the first layers (Qwen3-VL)."""
+    positions: Tensor | None = None
+    """[T, 3] rotary positions on the host; None: the index."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """First token and end of each run of image tokens that attend to each other in both directions."""
+
+
+class ImageEncoder:
+    """The tower of a model, and where its states go."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        """Take a causal LM or classifier.
+
+        Raises:
+            UserError: for a model that reads no images.
+        """
+        if (refusal := images_refused(lm.config)) is not None:
+            raise UserError(refusal)
+        self._lm = lm
+        self.family: VisionFamily = VISION_FAMILIES[lm.config.model_type]
+        self.token_id = image_token_id(lm.config)
+
+    def encode(self, images: Sequence[RowImage], input_ids: Sequence[int]) -> EncodedImages:
+        """The images of one row of tokens, of which there is at least one; the tower computes equal images once."""
+        ids = torch.tensor([input_ids])
+        rows = ImageRows.of(self, ids, torch.ones_like(ids, dtype=torch.bool), Images([images]))
+        placed = rows.placed(None, len(input_ids), self.dtype)
+        assert placed is not None, "a row without an image"
+        device = self._lm.device
+        states, *deep = self.features({name: value.to(device) for name, value in placed.arguments.items()})
+        places: list[int] = placed.places.tolist()
+        inside = set(places if self.family.has_two_way_images else ())
+        starts = [place for place in sorted(inside) if place - 1 not in inside]
+        ends = [place + 1 for place in sorted(inside) if place + 1 not in inside]
+        index = placed.states.to(device)
+        return EncodedImages(
+            places,
+            take(states, index),
+            tuple(take(part, index) for part in deep),
+            rows.positions,
+            tuple(zip(starts, ends, strict=True)),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of pixels."""
+        return self._lm.dtype
+
+    def features(self, arguments: dict[str, Tensor]) -> list[Tensor]:
+        """States [n, H] of the tokens of images, then those that are added after each of the first layers."""
+        output: Any = backbone_of(self._lm).get_image_features(**arguments, return_dict=True)
+        deep = getattr(output, "deepstack_features", None) or ()
+        return [_joined(part) for part in (output.pooler_output, *deep)]
+
+    def positions(self, input_ids: Tensor, images: Sequence[RowImage]) -> Tensor | None:
+        """Rotary positions [T, 3] of a row of tokens [T]; None for models whose positions have one axis."""
+        backbone: Any = backbone_of(self._lm)
+        if not hasattr(backbone, "get_rope_index"):
+            return None
+        if not images:
+            return torch.arange(len(input_ids))[:, None].expand(-1, 3)
+        grid = torch.cat([image.arguments["image_grid_thw"] for image in images])
+        marks = (input_ids == self.token_id).int()
+        found: Tensor = backbone.get_rope_index(input_ids[None], mm_token_type_ids=marks[None], image_grid_thw=grid)[0]
+        return found[:, 0].t()
+
+    def joined(self, images: Sequence[RowImage], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The model's arguments for several images, with pixels in a dtype."""
+        joined = {
+            name: torch.cat([image.arguments[name] for image in images], dim=self.family.joined_dim)
+            for name in images[0].arguments
+        }
+        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in joined.items()}
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Which state each token of rows takes, before the rows are packed."""
+
+    encoder: ImageEncoder
+    distinct: list[RowImage]
+    """Different images, in the order of their first tokens."""
+    sources: Tensor
+    """[N] index of the state of each real token, -1 for a token of text."""
+    positions: Tensor | None
+    """[N, 3] rotary positions; None: the index."""
+
+    @staticmethod
+    def of(encoder: ImageEncoder, input_ids: Tensor, real: Tensor, images: Images) -> ImageRows:
+        """Rows [B, T], true in `real` on their tokens, with their images.
+
+        Raises:
+            ValueError: when a row has image tokens without an image, or the reverse.
+        """
+        distinct: dict[int, RowImage] = {}
+        firsts: dict[int, int] = {}
+        total = 0
+        sources, positions = [], []
+        for ids, mask, of_row in zip(input_ids, real, images.rows, strict=True):
+            row = ids[mask]
+            for image in of_row:
+                if image.key not in distinct:
+                    distinct[image.key], firsts[image.key] = image, total
+                    total += image.tokens
+            states = [torch.arange(image.tokens) + firsts[image.key] for image in of_row]
+            marks = row == encoder.token_id
+            wanted = sum(image.tokens for image in of_row)
+            if int(marks.sum()) != wanted:
+                raise ValueError(f"a row has {int(marks.sum())} image tokens, its images have {wanted}")
+            source = torch.full_like(row, -1)
+            if states:
+                source[marks] = torch.cat(states)
+            sources.append(source)
+            positions.append(encoder.positions(row, of_row))
+        axes = [position for position in positions if position is not None]
+        if not distinct and images.blank is not None:
+            distinct[images.blank.key] = images.blank
+        return ImageRows(encoder, [*distinct.values()], torch.cat(sources), torch.cat(axes) if axes else None)
+
+    @property
+    def are_causal(self) -> bool:
+        """False if image tokens attend to later ones."""
+        return not (self.encoder.family.has_two_way_images and bool((self.sources >= 0).any()))
+
+    def keys(self, input_ids: Tensor, real: Tensor) -> Tensor:
+        """Ids [B, T] that differ where states do: image tokens of different images are different tokens."""
+        keys = input_ids.clone()
+        keys[real] = torch.where(self.sources < 0, keys[real], -1 - self.sources)
+        return keys
+
+    def placed(self, order: Tensor | None, tokens: int, dtype: torch.dtype) -> PlacedImages | None:
+        """The images among the tokens that a model computes; None if there is no image.
+
+        Args:
+            order: [N] index of each real token among them; None: the same order.
+            tokens: M.
+            dtype: of the pixels.
+        """
+        if not self.distinct:
+            return None
+        states = self._in_order(self.sources, order, tokens, -1)
+        places = (states >= 0).nonzero().squeeze(1)
+        return PlacedImages(self.encoder.joined(self.distinct, dtype), states[places], places)
+
+    def position_ids(self, index: Tensor, order: Tensor | None) -> Tensor:
+        """Positions of the tokens that a model computes: with three axes [4, B, T], whose first is the index, which
+        separates rows for flash attention.
+
+        Args:
+            index: [B, T], the index of each token in its row.
+            order: as in `placed`.
+        """
+        if self.positions is None:
+            return index
+        axes = self._in_order(self.positions, order, index.numel(), 0)
+        return torch.cat([index[None], axes.t().unflatten(1, index.shape)])
+
+    @staticmethod
+    def _in_order(values: Tensor, order: Tensor | None, tokens: int, padding: int) -> Tensor:
+        if order is None:
+            return values
+        return values.new_full((tokens, *values.shape[1:]), padding).index_copy_(0, order, values)
+
+
+def hidden_with_images(lm: PreTrainedModel, arguments: dict[str, Any], images: PlacedImages, **options: Any) -> Any:
+    """What the backbone of a model returns for tokens of which some take states of images.
+
+    Args:
+        lm: causal LM or classifier.
+        arguments: arguments of the backbone for the tokens, of which `input_ids` are [B, T].
+        images: the images, on the same device.
+        options: further arguments of the backbone.
+    """
+    encoder = ImageEncoder(lm)
+    arguments = dict(arguments)
+    ids: Tensor = arguments.pop("input_ids")
+    states, *deep = encoder.features(images.arguments)
+    # some models have no embedding of image tokens
+    embeds: Tensor = lm.get_input_embeddings()(ids.flatten().index_fill(0, images.places, 0))  # type: ignore[misc]
+    if len(images.places):
+        embeds = embeds.index_copy(0, images.places, take(states, images.states).to(embeds.dtype))
+        if deep:
+            marks = torch.zeros_like(ids, dtype=torch.bool).flatten().index_fill_(0, images.places, True)
+            options["visual_pos_masks"] = marks.view(ids.shape)
+            options["deepstack_visual_embeds"] = [take(part, images.states) for part in deep]
+    else:
+        for part in (states, *deep):
+            embeds = embeds + (part * 0).sum().to(embeds.dtype)
+    arguments["inputs_embeds"] = embeds.view(*ids.shape, -1)
+    if not (encoder.family.has_two_way_images and len(images.places)):
+        return text_model_of(lm)(**arguments, **options)
+    # the backbone makes a mask from the marks
+    marks = torch.zeros_like(ids).flatten().index_fill_(0, images.places, 1).view(ids.shape)
+    return backbone_of(lm)(**arguments, token_type_ids=marks, **options)
+
+
+def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:
+    """States [n, H] of images that a model returns as a tensor, or for each image."""
+    whole = parts if isinstance(parts, Tensor) else torch.cat(list(parts))
+    return whole.flatten(0, -2)

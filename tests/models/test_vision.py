@@ -1,0 +1,216 @@
+"""Rows with images, packed and padded, against forwards of transformers for one row at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from hybrid_rlhf.models.families.vision import VISION_FAMILIES
+from hybrid_rlhf.models.packing import packs, saved_rows, use_packing
+from hybrid_rlhf.models.policy import Policy
+from hybrid_rlhf.models.structure import text_model_of
+from hybrid_rlhf.models.vision import ImageEncoder, Images
+from tests.support.vision import (
+    FAMILIES,
+    blank_image,
+    build_vision,
+    chat_ids,
+    model_arguments,
+    padded_chats,
+    picture,
+    row_images,
+)
+
+Chat = tuple[Sequence[str | Image.Image], str]
+MIXED: list[Chat] = [
+    ([picture(1), "What colour?"], "red"),
+    (["Hi ", picture(3), " and ", picture(4), " differ a lot, do they not? Say how."], "no"),
+    (["no image"], "none at all"),
+    ([picture(5, (64, 24)), "x"], ""),
+    ([picture(6, (90, 60)), "yy"], "zz"),
+]
+"""Rows of different lengths, with none, one and two images of different sizes."""
+ALIKE: list[Chat] = [(["Compare ", picture(3), picture(4)], answer) for answer in ("one", "twelve", "a hundred")] + [
+    (["Compare ", picture(3), picture(8, picture(4).size)], "four")
+]
+"""Three rows with one prompt, and one with a prompt of the same tokens whose second picture differs."""
+FEW = ("qwen3_vl", "gemma3", "idefics3")
+
+
+def every(*few: str) -> list[Any]:
+    """Some families, the others as `faults`."""
+    return [family if family in few else pytest.param(family, marks=pytest.mark.faults) for family in FAMILIES]
+
+
+def random_lm(family: str) -> PreTrainedModel:
+    """Whose every weight matters, and gradients are of similar size."""
+    return build_vision(family, spread=2.0)
+
+
+def of_transformers(family: str, lm: PreTrainedModel, chats: Sequence[Chat]) -> list[Tensor]:
+    """Log-probs of the tokens of each row but the first, row by row."""
+    found = []
+    banned = list(Policy(lm).head.convention.banned)
+    for content, answer in chats:
+        ids = chat_ids(family, content, answer)
+        images = [part for part in content if not isinstance(part, str)]
+        logits = lm(**model_arguments(family, ids, images)).logits[0, :-1]
+        logits = logits.index_fill(1, torch.tensor(banned), -torch.inf)
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0])
+    return found
+
+
+def text_mask(lm: PreTrainedModel, ids: Tensor, real: Tensor) -> Tensor:
+    """True on tokens that a model can sample."""
+    return real & ~torch.isin(ids, torch.tensor(Policy(lm).head.convention.banned))
+
+
+def require_same_gradients(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
+    """Relative to each weight's own gradient. Rounding also leaves a part of the largest."""
+    expected = {name: weight.grad for name, weight in theirs.named_parameters() if weight.grad is not None}
+    largest = max(float(grad.norm()) for grad in expected.values())
+    found = {name: weight.grad for name, weight in ours.named_parameters() if weight.grad is not None}
+    assert expected.keys() == found.keys()
+    assert any("vis" in name and float(grad.norm()) > 1e-4 * largest for name, grad in expected.items())
+    for name, grad in expected.items():
+        assert float((found[name] - grad).norm()) <= 1e-5 * float(grad.norm()) + 1e-7 * largest, name
+
+
+@pytest.mark.parametrize("family", every(*FEW))
+@pytest.mark.parametrize("chats", [MIXED, ALIKE], ids=["mixed", "alike"])
+def test_rows_equal_those_of_transformers(family: str, chats: list[Chat]) -> None:
+    """Log-probs and gradients, those of the tower too; equal pictures pass it once."""
+    torch.set_num_threads(1)
+    theirs, ours = random_lm(family), random_lm(family)
+    use_packing(ours)
+    ids, real, images = padded_chats(family, chats)
+    mask = text_mask(ours, ids, real)
+    policy = Policy(ours)
+    calls = []
+    encode = ImageEncoder.features
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageEncoder, "features", lambda self, x: calls.append(x) or encode(self, x))
+        logprobs, _ = policy(ids, real, mask, images=images)
+    rows = of_transformers(family, theirs, chats)
+    weights = [torch.linspace(-1, 1, len(row)) for row in rows]
+    picked = [mask[row, 1 : len(expected) + 1] for row, expected in enumerate(rows)]
+    for row, expected in enumerate(rows):
+        found = logprobs[row, 1 : len(expected) + 1]
+        torch.testing.assert_close(found[picked[row]], expected[picked[row]], atol=1e-5, rtol=0)
+    ours_total = sum(
+        (logprobs[row, 1 : len(of_row) + 1] * of_row)[picked[row]].sum() for row, of_row in enumerate(weights)
+    )
+    theirs_total = sum((rows[row] * of_row)[picked[row]].sum() for row, of_row in enumerate(weights))
+    ours_total.backward()
+    theirs_total.backward()
+    require_same_gradients(ours, theirs)
+    (read,) = calls
+    distinct = {image.key: image for row in images.rows for image in row}
+    pixels = [image.arguments["pixel_values"] for image in distinct.values()]
+    assert read["pixel_values"].shape == torch.cat(pixels, dim=VISION_FAMILIES[family].joined_dim).shape
+    shares = chats is ALIKE and family not in ("gemma3", "qwen3_5")
+    assert bool(saved_rows(ours)) == shares
+    assert packs(ours)
+
+
+@pytest.mark.parametrize("family", every("qwen2_5_vl"))
+def test_rows_of_pictures_that_differ_share_no_image(family: str) -> None:
+    """Their tokens are equal; without keys the second row would see the first one's picture."""
+    torch.set_num_threads(1)
+    lm = random_lm(family)
+    use_packing(lm)
+    size = (64, 64)
+    chats: list[Chat] = [(["Long enough to share: ", picture(seed, size), "?"], "yes") for seed in (1, 2)]
+    ids, real, images = padded_chats(family, chats)
+    assert torch.equal(ids[0], ids[1])
+    mask = text_mask(lm, ids, real)
+    with torch.no_grad():
+        found, _ = Policy(lm)(ids, real, mask, images=images)
+        alone = [Policy(lm)(ids[:1], real[:1], mask[:1], images=Images([row]))[0][0] for row in images.rows]
+    torch.testing.assert_close(found, torch.stack(alone), atol=1e-5, rtol=0)
+    assert float((alone[0] - alone[1]).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("family", every("qwen3_vl"))
+def test_a_blank_image_changes_nothing(family: str) -> None:
+    """A batch without an image calls the tower, whose gradient is 0."""
+    torch.set_num_threads(1)
+    lm = random_lm(family)
+    use_packing(lm)
+    ids, real, images = padded_chats(family, [(["no image"], "none"), (["nor here"], "")])
+    policy = Policy(lm)
+    plain, _ = policy(ids, real, real)
+    plain.sum().backward()
+    expected = {name: weight.grad.clone() for name, weight in lm.named_parameters() if weight.grad is not None}
+    lm.zero_grad()
+    found, _ = policy(ids, real, real, images=replace(images, blank=blank_image(family)))
+    found.sum().backward()
+    torch.testing.assert_close(found, plain, atol=1e-6, rtol=0)
+    tower = 0
+    for name, weight in lm.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(weight.grad, expected[name], atol=1e-5, rtol=1e-5)
+        elif weight.grad is not None:
+            tower += 1
+            assert not weight.grad.any()
+    assert tower > 5
+
+
+@pytest.mark.parametrize("family", every(*FEW))
+def test_encoded_images_are_what_the_language_model_reads(family: str) -> None:
+    """For prefills: states, deep states and positions of one prompt, given to the language model."""
+    torch.set_num_threads(1)
+    lm = random_lm(family)
+    content = ["Hi ", picture(3), " and ", picture(4), picture(3), "?"]
+    ids = chat_ids(family, content)
+    images = [part for part in content if not isinstance(part, str)]
+    read = []
+    handle = text_model_of(lm).register_forward_pre_hook(
+        lambda module, args, options: read.append(options), with_kwargs=True
+    )
+    with torch.no_grad():
+        lm(**model_arguments(family, ids, images))
+        handle.remove()
+        encoded = ImageEncoder(lm).encode(row_images(family, images), ids)
+    options = read[0]
+    torch.testing.assert_close(encoded.states, options["inputs_embeds"][0, encoded.places], atol=1e-5, rtol=1e-5)
+    deep = options.get("deepstack_visual_embeds") or ()
+    assert len(deep) == len(encoded.deep) == (2 if family == "qwen3_vl" else 0)
+    for ours, theirs in zip(encoded.deep, deep, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    positions = options.get("position_ids")
+    if positions is not None and positions.dim() == 3:
+        assert encoded.positions is not None
+        assert torch.equal(encoded.positions.t(), positions[-3:, 0])
+    else:
+        assert encoded.positions is None
+    assert len(encoded.spans) == (3 if family == "gemma3" else 0)
+
+
+def test_image_tokens_without_an_image_are_an_error() -> None:
+    ids, real, images = padded_chats("llava", [([picture(1), "?"], "yes")])
+    with pytest.raises(ValueError, match="a row has 16 image tokens, its images have 0"):
+        Policy(build_vision("llava"))(ids, real, real, images=Images([[]]))
+
+
+@pytest.mark.parametrize("family", every("qwen3_vl"))
+def test_bfloat16_is_as_exact_as_transformers(family: str) -> None:
+    """Against float32, whose rounding is 2**16 times finer."""
+    torch.set_num_threads(1)
+    exact, low = random_lm(family), random_lm(family).bfloat16()
+    ids, real, images = padded_chats(family, MIXED)
+    mask = text_mask(exact, ids, real)[:, 1:]
+    with torch.no_grad():
+        wanted, theirs = (pad_sequence(of_transformers(family, lm, MIXED), batch_first=True) for lm in (exact, low))
+        use_packing(low)
+        found = Policy(low)(ids, real, real, images=images)[0][:, 1:]
+    errors = [float((logprobs.float() - wanted)[mask].abs().mean()) for logprobs in (found, theirs)]
+    assert 0 < errors[0] < 1.5 * errors[1]
