@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation.backends.backend import BackendName, GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
+from hybrid_rlhf.generation.batching.images import PromptImages
 from hybrid_rlhf.generation.batching.requests import (
     DecodeWork,
     NewTokens,
@@ -76,6 +77,8 @@ class GenerationEngine:
             frozenset(stop_token_ids),
             tokenizer,
             {name: adapter.number for name, adapter in self._adapters.items()},
+            backend.reads_images,
+            backend.banned_ids,
         )
         """Turns prompts into requests."""
         self._last_number = len(self.maker.adapters)
@@ -274,6 +277,7 @@ class GenerationEngine:
         until: Collection[int] | None = None,
         rows: int | None = None,
         adapters: Sequence[str | None] = (),
+        images: Sequence[PromptImages | None] = (),
     ) -> list[list[Completion]]:
         """Complete each prompt. All tensor-parallel ranks must make this call, with the same prompts and seeds.
 
@@ -290,18 +294,19 @@ class GenerationEngine:
             rows: maximum number of completions decoded together, by which the progress of the others does not depend
                 on earlier calls; none: as many as the backend has room for. Native backend.
             adapters: name of the adapter of each prompt, None for the model itself; empty: no adapters.
+            images: images of each prompt, None for a prompt without; empty: there are none. Native backend.
 
         Returns:
             completions[i][j]: sample j of prompt i. The completions of a prompt depend only on its own seed.
 
         Raises:
             UserError: when a prompt is empty or too long for the model, stop strings are given without a tokenizer, or
-                routes are recorded of a model without inference weights or mixtures of experts, or completions continue
-                without inference weights.
+                routes are recorded of a model without inference weights or mixtures of experts, completions continue or
+                images are given without inference weights, or placeholders in a prompt are not tokens of its images.
             RuntimeError: when the engine is closed, also by another thread during the call.
         """
         continues = self.backend.continues
-        requests = self.maker.requests(prompts, sampling)
+        requests = self.maker.requests(prompts, sampling, images=images)
         if (until is not None or any(begun)) and not continues:
             raise UserError("begun and until need inference weights, got the model's own module: leave them out")
         if adapters and len(adapters) != len(prompts):
@@ -395,9 +400,11 @@ class GenerationEngine:
             batch.renew(version, recompute=False)
         self.weight_version = version
 
-    def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
+    def stream(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> Iterator[int]:
         """Complete one prompt; yields each token when it is sampled, including the stop token."""
-        for new in self._run(self.maker.requests([prompt], replace(sampling, n=1))):
+        for new in self._run(self.maker.requests([prompt], replace(sampling, n=1), images=[images])):
             yield from (token for _, token in new)
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.continuous import BatchLoad
 from hybrid_rlhf.generation.batching.grammar import compile_untrusted, compiled_grammar
+from hybrid_rlhf.generation.batching.images import PromptImages
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker, continue_requests
 from hybrid_rlhf.generation.sampling import Completion, FinishReason, PromptLogprobs, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -84,6 +85,8 @@ class PromptBatch:
     """For each prompt, true to record the experts of its tokens; empty: for none."""
     first_sample: int = 0
     """Number of the first sample of each prompt, for those of one prompt and seed that are submitted by parts."""
+    images: Sequence[PromptImages | None] = ()
+    """As in `GenerationEngine.generate`."""
 
 
 class Submitted(Protocol):
@@ -143,7 +146,7 @@ class RequestBatch(TokenSource, Protocol):
         """As in OpenBatch."""
 
     def prompt_logprobs(
-        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0
+        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0, images: PromptImages | None = None
     ) -> Future[PromptLogprobs]:
         """As in OpenBatch."""
 
@@ -269,7 +272,9 @@ class OpenBatch:
         return submission
 
     def _requests(self, batch: PromptBatch) -> list[Request]:
-        requests = self._maker.requests(batch.prompts, batch.sampling, first_sample=batch.first_sample)
+        requests = self._maker.requests(
+            batch.prompts, batch.sampling, first_sample=batch.first_sample, images=batch.images
+        )
         continue_requests(requests, batch.begun)
         number = self._maker.adapter_number(batch.adapter)
         for request in requests:
@@ -380,11 +385,13 @@ class OpenBatch:
         self._backend.renew(recompute=recompute)
 
     def prompt_logprobs(
-        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0
+        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0, images: PromptImages | None = None
     ) -> Future[PromptLogprobs]:
-        """Return a future with the log-probs of a prompt, and the `top` most likely tokens at each place."""
+        """Return a future with the log-probs of a prompt, and the `top` most likely tokens at each place; those of
+        image tokens are -inf."""
+        self._maker.check_images(0, tokens, images)
         number = self._maker.adapter_number(adapter)
-        return self.call(lambda: self._backend.prompt_logprobs(tokens, number, top))
+        return self.call(lambda: self._backend.prompt_logprobs(tokens, number, top, images))
 
     def close(self, *, wait: bool = True) -> None:
         """End the batch after the present step. Unfinished submissions receive their last, empty delivery.

@@ -22,6 +22,7 @@ from hybrid_rlhf.generation.architecture.hugging_face import SCORE_HEAD
 from hybrid_rlhf.generation.model.attention import Attention, Chunks
 from hybrid_rlhf.generation.model.cache import CacheLayout, blocks_of
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.model.images import EncodedPrompt, image_tokens, rotated_positions
 from hybrid_rlhf.generation.ops.sampling import gather_vocabulary
 from hybrid_rlhf.generation.sampling import PromptLogprobs
 from hybrid_rlhf.generation.weights.inference_weights import DescribedModel
@@ -35,19 +36,24 @@ class InferenceScorer:
         self._decoder = decoder
 
     @torch.no_grad()
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the output of the head [B, T] after each real token, as Scorer."""
+    def __call__(
+        self, input_ids: Tensor, attention_mask: Tensor, images: Sequence[EncodedPrompt | None] = ()
+    ) -> Tensor:
+        """Return the output of the head [B, T] after each real token, as Scorer. `images`: of each row, with places
+        among its real tokens; empty: there are none."""
         real = attention_mask.bool().cpu()
-        hidden = whole_hidden(self._decoder, input_ids.cpu(), real)
+        hidden = whole_hidden(self._decoder, input_ids.cpu(), real, images=images)
         cells = moved(real.flatten().nonzero().squeeze(1), hidden.device)
         return scatter_tokens(self._decoder.logits(hidden).squeeze(-1), cells, (len(real), real.shape[1]))
 
 
 @torch.no_grad()
-def prompt_logprobs(decoder: Decoder, tokens: Sequence[int], adapter: int, top: int) -> PromptLogprobs:
+def prompt_logprobs(
+    decoder: Decoder, tokens: Sequence[int], adapter: int, top: int, images: EncodedPrompt | None = None
+) -> PromptLogprobs:
     """Return the log-probs of a prompt's tokens but the first, with the `top` most likely tokens."""
     ids = torch.tensor([tokens])
-    states = whole_hidden(decoder, ids, torch.ones_like(ids, dtype=torch.bool), adapter)[:-1]
+    states = whole_hidden(decoder, ids, torch.ones_like(ids, dtype=torch.bool), adapter, [images])[:-1]
     labels = ids[0, 1:].to(states.device)
     logprobs = list[float]()
     tops = list[list[tuple[int, float]]]()
@@ -60,12 +66,20 @@ def prompt_logprobs(decoder: Decoder, tokens: Sequence[int], adapter: int, top: 
     return PromptLogprobs(logprobs, tops)
 
 
-def whole_hidden(decoder: Decoder, input_ids: Tensor, real: Tensor, adapter: int = 0) -> Tensor:
+def whole_hidden(
+    decoder: Decoder,
+    input_ids: Tensor,
+    real: Tensor,
+    adapter: int = 0,
+    images: Sequence[EncodedPrompt | None] = (),
+) -> Tensor:
     """Return the last hidden states [N, H] of the real tokens of [B, T], which are on the host, row by row, before the
-    final norm."""
+    final norm. `images` are as in `InferenceScorer`."""
     device = decoder.world.device
     layout = CacheLayout.of_one_pass(decoder.architecture, decoder.split)
-    lengths = [length for length in real.sum(dim=1).tolist() if length]
+    counts = real.sum(dim=1).tolist()
+    parts = [(image, 0, n) for image, n in zip(images or [None] * len(counts), counts, strict=True) if n]
+    lengths = [length for _, _, length in parts]
     blocks = [blocks_of(length) for length in lengths]
     pages = torch.zeros(1, len(lengths), max(blocks), dtype=torch.int32)
     pages[0, torch.arange(max(blocks)) < torch.tensor(blocks)[:, None]] = torch.arange(sum(blocks), dtype=torch.int32)
@@ -83,15 +97,23 @@ def whole_hidden(decoder: Decoder, input_ids: Tensor, real: Tensor, adapter: int
         positions,
         attention,
         states=decoder.new_states(len(lengths)),
-        chunks=Chunks(pages.to(device), [0] * len(lengths), lengths, slots),
+        chunks=Chunks(
+            pages.to(device),
+            [0] * len(lengths),
+            lengths,
+            slots,
+            [() if image is None else image.spans_in(0, length) for image, _, length in parts],
+        ),
         adapters=torch.full_like(tokens, adapter) if adapter else None,
+        rotated=rotated_positions(parts, device) if decoder.architecture.has_axes else None,
+        images=image_tokens(parts, device),
     )
 
 
 def described_scorer(lm: PreTrainedModel, parameters: Iterable[str]) -> DescribedModel:
     """Describe a classifier: its head computes in the dtype of the weights, without logit scale and soft cap."""
     described = DescribedModel.of(lm, parameters)
-    plain = replace(described.architecture, logit_scale=1.0, final_softcap=None)
+    plain = replace(described.architecture, logit_scale=1.0, final_softcap=None, banned_ids=())
     return replace(
         described, architecture=plain, names={**described.names, SCORE_HEAD: SCORE_HEAD}, float32_logits=False
     )

@@ -39,6 +39,9 @@ class Rotary:
     """[R / 2] float32 frequencies, in radians per position."""
     scaling: float = 1.0
     """Factor of cosines and sines (YaRN)."""
+    axes: Tensor | None = None
+    """[R / 2] int64, the axis (time, height, width) of the position by which each frequency rotates tokens of images;
+    none: tokens have one position."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,6 +224,8 @@ class ModelDescription:
     final_softcap: float | None = None
     logit_scale: float = 1.0
     embed_scale: float = 1.0
+    banned_ids: tuple[int, ...] = ()
+    """Tokens with probability 0: placeholders of images and videos."""
 
     def __post_init__(self) -> None:
         choices = {"norm": NormKind, "block": Block, "qkv_order": QKVOrder, "qk_norm": QKNorm, "activation": Activation}
@@ -232,6 +237,11 @@ class ModelDescription:
     def layers(self) -> int:
         """Number of layers."""
         return len(self.layer_kinds)
+
+    @property
+    def has_axes(self) -> bool:
+        """True if tokens of images have three positions."""
+        return any(kind.rotary is not None and kind.rotary.axes is not None for kind in self.kinds)
 
     @property
     def cached_layers(self) -> list[int]:

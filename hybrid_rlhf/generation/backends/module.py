@@ -25,10 +25,12 @@ from hybrid_rlhf.generation.architecture.hugging_face import trained_positions
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.continuous import BatchLoad
 from hybrid_rlhf.generation.batching.grammar import TokenMasks
+from hybrid_rlhf.generation.batching.images import PromptImages
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.sampler import DecodeBatch, Sampler, sampling_mode
 from hybrid_rlhf.generation.sampling import PromptLogprobs
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
+from hybrid_rlhf.models.families.vision import banned_ids
 from hybrid_rlhf.models.head_check import probe_tokens
 from hybrid_rlhf.models.policy import wide_logits
 from hybrid_rlhf.models.pretrained.loading import position_limit
@@ -73,7 +75,8 @@ class ModuleBackend:
         self.trained_positions = trained_positions(lm.config.get_text_config())
         self.vocab_size = module.vocab_size
         self.work = DecodeWork()
-        self.records_routes = self.continues = False
+        self.records_routes = self.continues = self.reads_images = False
+        self.banned_ids = module.banned_ids
         self.kv_cache_bytes = 0  # the cache grows with its rows
         self.load = BatchLoad()
         """Numbers of running and waiting requests in `run_open`; pages are 0, as the cache has none."""
@@ -111,8 +114,10 @@ class ModuleBackend:
             self.load = BatchLoad()
 
     @torch.no_grad()
-    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0, top: int = 0) -> PromptLogprobs:
-        """Log-probs of a prompt, with the `top` most likely tokens. There are no adapters."""
+    def prompt_logprobs(
+        self, tokens: Sequence[int], adapter: int = 0, top: int = 0, images: PromptImages | None = None
+    ) -> PromptLogprobs:
+        """Log-probs of a prompt, with the `top` most likely tokens. There are no adapters and images."""
         ids = torch.tensor([tokens], device=self.module.device)
         return PromptLogprobs.of(self.module.lm(ids, use_cache=False).logits[0, :-1], ids[0, 1:], top)
 
@@ -133,6 +138,7 @@ class ModuleForward:
         self.support = support
         self.vocab_size: int = lm.config.get_text_config().vocab_size
         self.device = next(lm.parameters()).device
+        self.banned_ids = banned_ids(lm.config)
         accepted = inspect.signature(lm.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
@@ -229,7 +235,10 @@ class _ModuleBatch:
             logits = logits.repeat_interleave(n, dim=0)
         while True:
             self._mask()
-            drawn = self._sampler(logits.float(), self._rows)
+            logits = logits.float()
+            if module.banned_ids:
+                logits[:, list(module.banned_ids)] = -torch.inf
+            drawn = self._sampler(logits, self._rows)
             yield self._append(drawn.stacked().tolist())
             live = [slot for slot, request in enumerate(self._live) if not request.ended]
             if not live:

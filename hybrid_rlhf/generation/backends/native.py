@@ -31,6 +31,7 @@ from hybrid_rlhf.generation.batching.capacity import (
     working_memory,
 )
 from hybrid_rlhf.generation.batching.continuous import BatchLoad, ContinuousBatch
+from hybrid_rlhf.generation.batching.images import EncodedPrompts, PromptImages
 from hybrid_rlhf.generation.batching.preparation import log_compilation
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.workspace import Workspace
@@ -121,6 +122,11 @@ class NativeBackend:
         self.trained_positions = decoder.architecture.trained_positions
         """Longest sequence that the model was trained for, if it computes positions; none: unknown."""
         self.vocab_size = decoder.architecture.vocab_size
+        self.reads_images = bool(decoder.architecture.banned_ids)
+        """True if prompts may have images."""
+        self.banned_ids = decoder.architecture.banned_ids
+        """Tokens with probability 0: placeholders."""
+        self._encoded = EncodedPrompts()
         self.work = DecodeWork()
         """Decoding work of all calls so far."""
         self.records_routes = bool(decoder.architecture.expert_layers)
@@ -158,6 +164,7 @@ class NativeBackend:
             self.held = None
         elif self.held is not None:
             self.held.pool.forget_prefixes()
+        self._encoded.clear()
         self._decoder = decoder
 
     def capture_in_runs(self) -> None:
@@ -198,6 +205,7 @@ class NativeBackend:
             held_cache.pool,
             requests,
             prefill_tokens=min(prefill, held_cache.prefill_tokens),
+            encoded=self._encoded,
             saved_states=held_cache.states,
             rows=rows,
         )
@@ -243,6 +251,7 @@ class NativeBackend:
                     held_cache.pool,
                     requests,
                     prefill_tokens=min(prefill, held_cache.prefill_tokens),
+                    encoded=self._encoded,
                     saved_states=held_cache.states,
                 )
                 steps = batch.steps()
@@ -276,6 +285,7 @@ class NativeBackend:
         Args:
             recompute: compute the keys and values of running requests again; false: keep those of the older weights.
         """
+        self._encoded.clear()
         if self._open is not None:
             self._open.renew(recompute=recompute)
         if self.held is not None:
@@ -292,9 +302,12 @@ class NativeBackend:
         """Bytes of the KV cache; 0 before the first call."""
         return 0 if self.held is None else self.held.cache.bytes
 
-    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0, top: int = 0) -> PromptLogprobs:
+    def prompt_logprobs(
+        self, tokens: Sequence[int], adapter: int = 0, top: int = 0, images: PromptImages | None = None
+    ) -> PromptLogprobs:
         """Log-probs of a prompt, with the `top` most likely tokens. `adapter` is the number of an adapter; 0: none."""
-        return prompt_logprobs(self.decoder, tokens, adapter, top)
+        encoded = None if images is None else self._encoded.of(images)
+        return prompt_logprobs(self.decoder, tokens, adapter, top, encoded)
 
     def reset(self) -> None:
         """Release the KV cache and the workspace, which an exception in `run_open` may have left inconsistent."""

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Self
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.continuous import BatchLoad
+from hybrid_rlhf.generation.batching.images import PromptImages
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.sampling import PromptLogprobs
 from hybrid_rlhf.runtime.observability.logs import logger, shortened
@@ -184,7 +185,8 @@ class VLLMBackend:
         self.weight_label = ""
         """Label of the weights that every server must have at the end of a run of requests."""
         self.work = DecodeWork()
-        self.records_routes = False
+        self.records_routes = self.reads_images = False
+        self.banned_ids: Sequence[int] = ()
         self.continues = True
         self.kv_cache_bytes = 0  # the cache is the servers'
         self.load = BatchLoad()
@@ -256,8 +258,10 @@ class VLLMBackend:
     def renew(self, *, recompute: bool) -> None:
         """Do nothing: servers compute the keys and values of what continues again."""
 
-    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0, top: int = 0) -> PromptLogprobs:
-        """Return the log-probs of a prompt, without other tokens. There are no adapters."""
+    def prompt_logprobs(
+        self, tokens: Sequence[int], adapter: int = 0, top: int = 0, images: PromptImages | None = None
+    ) -> PromptLogprobs:
+        """Return the log-probs of a prompt, without other tokens. There are no adapters and images."""
         server = (self.live or self.servers)[0]
         return PromptLogprobs(server.prompt_logprobs(tokens), [])
 

@@ -21,6 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from hybrid_rlhf.generation.batching.images import ENCODED_BYTES
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.sampler import DecodeBatch
 from hybrid_rlhf.generation.batching.workspace import Workspace
@@ -232,12 +233,17 @@ def working_memory(
     capacity = capacity_tokens(sequences.longest_tokens, decoder.world.device)
     split = split_bytes(decoder, rows=sequences.rows, capacity_tokens=capacity)
     table = table_bytes(decoder, requests, tables=sequences.layout.tables, capacity_tokens=capacity)
-    return replace(working, row=working.row + split, table=table), tokens
+    prefill = working.prefill
+    if decoder.architecture.banned_ids:  # states of images, those of one prefill and those that are kept
+        prefill += tokens * decoder.architecture.hidden_size * decoder.dtype.itemsize + ENCODED_BYTES
+    return replace(working, prefill=prefill, row=working.row + split, table=table), tokens
 
 
 def table_bytes(decoder: Decoder, requests: Sequence[Request], *, tables: int, capacity_tokens: int) -> int:
     """Bytes per row of the tables of a workspace."""
-    row = DecodeBatch.empty(1, requests, vocab_size=decoder.architecture.vocab_size, device=torch.device("meta"))
+    a = decoder.architecture
+    meta = torch.device("meta")
+    row = DecodeBatch.empty(1, requests, vocab_size=a.vocab_size, device=meta, has_axes=a.has_axes)
     slot = torch.long.itemsize
     return row.nbytes + slot + tables * blocks_of(capacity_tokens) * torch.int32.itemsize
 

@@ -33,10 +33,12 @@ import torch
 
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable, Match
 from hybrid_rlhf.generation.batching.grammar import PendingMasks
+from hybrid_rlhf.generation.batching.images import EncodedPrompts
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.workspace import Fetch, Masks, Prompts, Workspace
 from hybrid_rlhf.generation.model.attention import Chunks
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, blocks_of
+from hybrid_rlhf.generation.model.images import EncodedPrompt, image_tokens, rotated_positions
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
 from hybrid_rlhf.generation.transfers import to_device
 
@@ -61,11 +63,19 @@ class LiveRow:
     """Numbers of prompt tokens after which the states are saved."""
     samples: list[LiveRow] = field(default_factory=list)
     """Further samples of the prompt, which enter together with this one."""
+    images: EncodedPrompt | None = None
+    """Images of the prompt until it is computed; none: it has none that are not cached."""
 
     def next_chunk(self, budget: int) -> int:
-        """Number of prompt tokens that the next step computes, at most `budget`."""
-        end = next((stop for stop in self.stops if stop > self.computed), self.request.tokens)
-        return min(budget, end - self.computed)
+        """Number of prompt tokens that the next step computes: at most `budget`, unless it begins in an image whose
+        tokens attend to each other in both directions, which a chunk never ends in."""
+        stop = next((stop for stop in self.stops if stop > self.computed), self.request.tokens)
+        end = min(self.computed + max(0, budget), stop)
+        if self.images is not None and end > self.computed:
+            for first, after in self.images.spans_in(end - 1, end):
+                if after > end:
+                    end = first if first > self.computed else after
+        return end - self.computed
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ class RowStates:
         discarded = row.computed > row.request.tokens  # the states include a token that was dropped
         if self.saved is None or discarded or row.table.outdated:
             return
-        slot = self.pool.save_state(row.request.all_token_ids[: row.computed], row.request.adapter)
+        slot = self.pool.save_state(row.request.keys[: row.computed], row.request.adapter)
         if slot is not None:
             self.saved.copy([(row.slot, slot)], source=self.live)
 
@@ -153,6 +163,7 @@ class ContinuousBatch:
         requests: Sequence[Request],
         *,
         prefill_tokens: int,
+        encoded: EncodedPrompts,
         saved_states: StateCache | None = None,
         rows: int | None = None,
     ) -> None:
@@ -163,6 +174,7 @@ class ContinuousBatch:
             pool: blocks of the workspace's cache, with pages for any one request at its full length.
             requests: ordered by prompt.
             prefill_tokens: maximum number of prompt tokens per step; a longer prompt is computed in chunks.
+            encoded: images of earlier prompts.
             saved_states: states of cached prefixes, in the slots of the pool; none: there are no recurrent layers.
             rows: maximum number of requests decoded together; none: those of the workspace.
         """
@@ -170,6 +182,8 @@ class ContinuousBatch:
         self._most_rows = min(workspace.most_rows, rows or workspace.most_rows)
         self._pool = pool
         self._states = RowStates(workspace.states, saved_states, pool)
+        self._encoded = encoded
+        self._has_axes = workspace.decoder.architecture.has_axes
         self._waiting: deque[tuple[int, Request]] = deque()
         self._ages = itertools.count()
         self._decoding: list[LiveRow] = []
@@ -311,7 +325,8 @@ class ContinuousBatch:
         self._workspace.set_pages(entries)
         masks = self._masks([*self._decoding, *entered])
         if chunks:
-            prompts = _prompts_of(chunks, finished, tables=self._pool.layout.tables, device=self._device)
+            tables = self._pool.layout.tables
+            prompts = _prompts_of(chunks, finished, tables=tables, device=self._device, has_axes=self._has_axes)
             requests = [row.request for row in entered]
             slots = [row.slot for row in entered]
             fetch = self._workspace.prefill(batch, prompts, requests, slots, longest=longest, masks=masks)
@@ -324,7 +339,8 @@ class ContinuousBatch:
             if start + length in row.stops:
                 self._states.save(row)
         for row in finished:
-            row.table.index(row.request.all_token_ids)
+            row.table.index(row.request.keys)
+            row.images = None
         if entered:
             self._entering = [row for row in self._entering if row not in finished]
             self._decoding = self._decoding + entered
@@ -388,7 +404,7 @@ class ContinuousBatch:
             row.computed += length
             row.table.extend(row.computed)
             # Requests admitted next may share the blocks: the step computes them before it reads them.
-            row.table.index(row.request.all_token_ids[: row.computed // BLOCK_TOKENS * BLOCK_TOKENS])
+            row.table.index(row.request.keys[: row.computed // BLOCK_TOKENS * BLOCK_TOKENS])
         return length
 
     # -- admission and preemption
@@ -434,11 +450,13 @@ class ContinuousBatch:
             return None
         self._waiting.popleft()
         row = self._new_row(request, age)
-        match = self._pool.match(request.all_token_ids, request.adapter)
+        match = self._pool.match(request.keys, request.adapter)
         row.computed, copies = row.table.begin(match)
         self._workspace.cache.copy(copies)
         self._states.begin(row, match)
         self._entering.append(row)
+        if request.images is not None and (self._has_axes or request.images.places[-1] >= row.computed):
+            row.images = self._encoded.of(request.images)
         while self._waiting and len(row.samples) + 1 < free_rows:
             age, sample = self._waiting[0]
             room -= self._expected_pages(sample)
@@ -533,7 +551,7 @@ class ContinuousBatch:
                 rows[place] = last
             self._workspace.move(len(rows), place)
             row.table.set_ready(0, row.computed, of=row.computed)
-            row.table.index(row.request.all_token_ids[: row.computed])
+            row.table.index(row.request.keys[: row.computed])
             self._states.save(row)
             row.table.release()
             self._slots.append(row.slot)
@@ -548,7 +566,12 @@ class ContinuousBatch:
 
 
 def _prompts_of(
-    chunks: Sequence[tuple[LiveRow, int, int]], finished: Sequence[LiveRow], *, tables: int, device: torch.device
+    chunks: Sequence[tuple[LiveRow, int, int]],
+    finished: Sequence[LiveRow],
+    *,
+    tables: int,
+    device: torch.device,
+    has_axes: bool,
 ) -> Prompts:
     """Return the prompts of a step as tensors.
 
@@ -557,6 +580,7 @@ def _prompts_of(
         finished: rows whose prompts end in this step.
         tables: number of page tables of the cache.
         device: device of the tensors.
+        has_axes: tokens of images have three positions.
     """
     tokens = list[int]()
     positions = list[int]()
@@ -568,6 +592,7 @@ def _prompts_of(
         adapters += [row.request.adapter] * length
         if start + length == row.request.tokens:
             last.append(len(tokens) - 1)
+    parts = [(row.images, start, start + length) for row, start, length in chunks]
     lists = [row.table.page_table() for row, _, _ in chunks]
     pages = torch.zeros(tables, len(chunks), max(map(len, lists)), dtype=torch.int32)
     for place, listed in enumerate(lists):
@@ -578,10 +603,13 @@ def _prompts_of(
             [start for _, start, _ in chunks],
             [length for _, _, length in chunks],
             to_device([row.slot for row, _, _ in chunks], device),
+            [() if images is None else images.spans_in(start, end) for images, start, end in parts],
         ),
         to_device(tokens, device),
         to_device(positions, device),
         to_device(adapters, device),
         to_device(last, device, torch.long),
         to_device([place for place, row in enumerate(finished) for _ in (row, *row.samples)], device, torch.long),
+        image_tokens(parts, device),
+        rotated_positions(parts, device) if has_axes else None,
     )

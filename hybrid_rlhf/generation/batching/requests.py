@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.batching.grammar import Grammar, GrammarKey, grammar_of, require_grammars, source_of
+from hybrid_rlhf.generation.batching.images import PromptImages
 from hybrid_rlhf.generation.batching.stop_strings import StopStrings, stop_strings
 from hybrid_rlhf.generation.sampling import (
     Completion,
@@ -58,6 +59,8 @@ class Request:
     """Number of tokens that an open batch has delivered."""
     grammar: Grammar | None = None
     """Grammar of the completion; none: any token may follow."""
+    images: PromptImages | None = None
+    """Images of the prompt."""
     sample: int = 0
     """Number among the samples of the prompt."""
     streams: bool = True
@@ -106,6 +109,11 @@ class Request:
     def all_token_ids(self) -> list[int]:
         """Token ids of prompt and completion so far."""
         return [*self.prompt, *self.token_ids]
+
+    @property
+    def keys(self) -> list[int]:
+        """What the prefix tree compares: all token ids, but for image tokens the keys of their images."""
+        return self.all_token_ids if self.images is None else self.images.keyed(self.all_token_ids)
 
     def attended_tokens(self, window: int | None) -> int:
         """Number of tokens whose keys and values decoding has read: for each decoded token, all up to itself within a
@@ -216,6 +224,10 @@ class RequestMaker:
     """Tokenizer for stop strings; none: stop strings are refused."""
     adapters: dict[str, int]
     """Numbers, from 1 on, of the adapters that a prompt may choose, by name."""
+    reads_images: bool = False
+    """True if prompts may have images."""
+    banned_ids: Sequence[int] = ()
+    """Tokens with probability 0: placeholders of images and videos."""
 
     def adapter_number(self, name: str | None) -> int:
         """Return the number of an adapter, from 1 on; 0: the model itself.
@@ -234,12 +246,17 @@ class RequestMaker:
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
         first_sample: int = 0,
+        images: Sequence[PromptImages | None] = (),
     ) -> list[Request]:
         """Return one request per sample of each prompt; arguments as in `GenerationEngine.generate`, and the number of
         the first sample."""
         params_of_prompts = per_request(sampling, len(prompts))
+        if images and len(images) != len(prompts):
+            raise UserError(f"images are one per prompt, got {len(images)} for {len(prompts)}: give None for some")
+        images = images or [None] * len(prompts)
         for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True)):
             self._check_tokens(index, prompt, params)
+            self.check_images(index, prompt, images[index])
         if any(params.stop for params in params_of_prompts) and self.tokenizer is None:
             raise UserError("stop needs a tokenizer, the engine has none: use stop_token_ids")
         return [
@@ -251,6 +268,7 @@ class RequestMaker:
                 uniform_stream(params.seed or 0, sample, self._longest_completion(index, prompt, params)),
                 stop_strings(self.tokenizer, params.stop) if params.stop and self.tokenizer is not None else None,
                 grammar=self.grammar(params),
+                images=images[index],
                 sample=sample,
             )
             for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True))
@@ -293,6 +311,20 @@ class RequestMaker:
                 raise UserError(f"token ids must be in 0..{most}, {name} has {unknown}: remove it")
         if params.top_k > _MOST_TOP_K:
             raise UserError(f"top_k must be at most {_MOST_TOP_K}, got {params.top_k}: lower it")
+
+    def check_images(self, index: int, prompt: Sequence[int], images: PromptImages | None) -> None:
+        """Raise UserError unless each placeholder in a prompt is a token of its images."""
+        if images is not None and not self.reads_images:
+            raise UserError(
+                "images need inference weights of a model that reads them, got other weights: leave them out"
+            )
+        placeholders = sum(list(prompt).count(token) for token in self.banned_ids)
+        given = 0 if images is None else len(images.places)
+        if placeholders != given:
+            raise UserError(
+                f"a prompt has one placeholder per token of its images, prompt {index} has {placeholders} for {given}: "
+                "give its images, or remove the placeholders"
+            )
 
     def _longest_completion(self, index: int, prompt: Sequence[int], params: SamplingParams) -> int:
         """Maximum number of tokens of a completion: max_new_tokens, or the positions that the prompt leaves."""

@@ -72,10 +72,21 @@ class DecodeBatch(SamplingRows):
     adapter: Tensor
     """[S] int64, the number of each row's adapter. Not in the tables, whose columns the sampling kernels read by
     index."""
+    offset: Tensor | None = None
+    """[S] int64, difference of position of rotation and index of each row's next token; none: tokens have one
+    position."""
 
     @classmethod
-    def empty(cls, rows: int, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
-        """Allocate tables that are wide enough for any of the requests."""
+    def empty(
+        cls,
+        rows: int,
+        requests: Sequence[Request],
+        *,
+        vocab_size: int,
+        device: torch.device,
+        has_axes: bool = False,
+    ) -> DecodeBatch:
+        """Allocate tables that are wide enough for any of the requests; `has_axes` is that of the model."""
         stops = max(len(request.stop) for request in requests)
         longest = max(len(request.uniforms) for request in requests)
         mode = sampling_mode(requests)
@@ -88,7 +99,9 @@ class DecodeBatch(SamplingRows):
             allowed = torch.zeros(rows, -(-vocab_size // WORD_TOKENS), dtype=torch.int32, device=device)
         integers = torch.zeros(rows, len(INTEGERS) + stops, dtype=torch.long, device=device)
         floats = torch.ones(rows, len(FLOATS) + longest, dtype=torch.float64, device=device)
-        return cls(integers, floats, seen, bias, allowed, torch.zeros(rows, dtype=torch.long, device=device))
+        adapter = torch.zeros(rows, dtype=torch.long, device=device)
+        offset = torch.zeros(rows, dtype=torch.long, device=device) if has_axes else None
+        return cls(integers, floats, seen, bias, allowed, adapter, offset)
 
     @classmethod
     def of(cls, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
@@ -133,6 +146,9 @@ class DecodeBatch(SamplingRows):
         self.integers[part] = to_device(torch.from_numpy(integers), self.integers.device)
         self.floats[part] = to_device(torch.from_numpy(floats), self.floats.device)
         self.adapter[part] = to_device([request.adapter for request in requests], self.adapter.device, torch.long)
+        if self.offset is not None:
+            offsets = [0 if request.images is None else request.images.offset for request in requests]
+            self.offset[part] = to_device(offsets, self.offset.device, torch.long)
         if self.seen is not None:
             self.seen[part] = 0
             for row, request in enumerate(requests, start=first):

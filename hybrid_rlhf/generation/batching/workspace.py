@@ -11,7 +11,7 @@ import bisect
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from hybrid_rlhf.generation.batching.sampler import DecodeBatch, Sampler, sampli
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.cache import KVCache, blocks_of
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.model.images import ImageTokens
 from hybrid_rlhf.generation.transfers import to_device, to_host
 from hybrid_rlhf.runtime.world import close_with_world
 
@@ -74,7 +75,13 @@ class Workspace:
             capacity_tokens=capacity_tokens,
             kernels=decoder.kernels,
         )
-        self.rows = DecodeBatch.empty(rows, requests, vocab_size=decoder.architecture.vocab_size, device=device)
+        self.rows = DecodeBatch.empty(
+            rows,
+            requests,
+            vocab_size=decoder.architecture.vocab_size,
+            device=device,
+            has_axes=decoder.architecture.has_axes,
+        )
         blocks = blocks_of(capacity_tokens)
         self.pages = torch.zeros(cache.layout.tables, rows, blocks, dtype=torch.int32, device=device)
         """[page tables, S, M]: the pages of each row. Unused entries are page 0, which is never read."""
@@ -265,14 +272,27 @@ class Workspace:
         if batch:
             slots = None if self.states is None else self.slots[:batch]
             decoding = DecodeRows(self.pages[:, :batch], positions, longest or self.capacity_tokens, slots)
-        chunks = None
+        rotated = None if rows.offset is None else positions + rows.offset
+        chunks = images = None
         if prompts is not None:
             chunks = prompts.chunks
+            if prompts.images is not None:
+                images = replace(prompts.images, index=batch + prompts.images.index)
+            if rotated is not None and prompts.rotated is not None:
+                rotated = torch.cat([rotated[:, None].expand(-1, 3), prompts.rotated])
             tokens = torch.cat([tokens, prompts.tokens])
             positions = torch.cat([positions, prompts.positions])
             adapters = None if adapters is None else torch.cat([adapters, prompts.adapters])
         hidden = self.decoder.hidden(
-            tokens, positions, self.attention, states=self.states, rows=decoding, chunks=chunks, adapters=adapters
+            tokens,
+            positions,
+            self.attention,
+            states=self.states,
+            rows=decoding,
+            chunks=chunks,
+            adapters=adapters,
+            rotated=rotated,
+            images=images,
         )
         if not len(drawing):
             return hidden.new_empty(0, 0)
@@ -298,6 +318,10 @@ class Prompts:
     """[prompts that end in this step]: the index in T of the last token of each."""
     of_request: Tensor
     """[entering requests]: the index in `last` of each request's prompt."""
+    images: ImageTokens | None
+    """Image tokens among the T, if any."""
+    rotated: Tensor | None
+    """[T, 3] positions of rotation; none: the model has one axis."""
 
 
 class _Graphs:

@@ -62,6 +62,9 @@ class Chunks:
     lengths: Sequence[int]
     slots: Tensor | None = None
     """[chunks] slots, as in DecodeRows."""
+    spans: Sequence[tuple[tuple[int, int], ...]] = ()
+    """For each chunk, (first, end) of the images whose tokens attend to each other in both directions; empty: there are
+    none."""
 
     def some(self, members: Sequence[int]) -> Chunks:
         """Return the chunks of these indices, without slots."""
@@ -109,11 +112,14 @@ class Attention:
         """Return scale and soft cap of the scores, as keyword arguments of the attention functions."""
         return {"scale": self.architecture.kinds[kind].scale, "softcap": self.architecture.attention_softcap}
 
-    def bias(self, kind: int, queries: Tensor, keys: int) -> Tensor:
-        """Return the bias of scores [..., A or 1, S] for queries at positions [...]; -inf where a key is masked."""
+    def bias(self, kind: int, queries: Tensor, keys: int, spans: Sequence[tuple[int, int]] = ()) -> Tensor:
+        """Return the bias of scores [..., A or 1, S] for queries at positions [...]; -inf where a key is masked. In
+        `spans`, queries also attend to later keys."""
         place = torch.arange(keys, device=queries.device)
         distance = queries[..., None] - place
         seen = distance >= 0
+        for first, end in spans:
+            seen |= ((queries >= first) & (queries < end))[..., None] & (place >= first) & (place < end)
         attention_kind = self.architecture.kinds[kind]
         if attention_kind.window is not None and keys > attention_kind.window:
             seen &= distance < (
@@ -151,7 +157,7 @@ class StepAttention:
             self.expanded, self.absorbed, chunks = _by_form(attention, attention.architecture.latent, batch, chunks)
         self.paged: PagedKernel | None = None
         """The kernel for rows and chunks, where one launch computes both; none: there is no such kernel."""
-        if attention.fused is not None:
+        if attention.fused is not None and not (chunks is not None and any(chunks.spans)):
             if rows is not None or chunks is not None:
                 self.paged = PagedKernel(attention, rows, chunks)
                 self._parts.append((slice(None), self.paged))
@@ -312,35 +318,37 @@ class PagedKernel:
 
 
 class ChunkAttention:
-    """Attention of chunks in torch: one call for all chunks with the same start and length."""
+    """Attention of chunks in torch: one call for all chunks with the same start, length and spans."""
 
     def __init__(self, attention: Attention, chunks: Chunks) -> None:
         self._attention = attention
         self._chunks = chunks
-        spans: dict[tuple[int, int], list[int]] = {}
-        for index, span in enumerate(zip(chunks.starts, chunks.lengths, strict=True)):
-            spans.setdefault(span, []).append(index)
+        alike: dict[tuple[int, int, tuple[tuple[int, int], ...]], list[int]] = {}
+        images = chunks.spans or [()] * len(chunks.starts)
+        for index, chunk in enumerate(zip(chunks.starts, chunks.lengths, images, strict=True)):
+            alike.setdefault(chunk, []).append(index)
         device = attention.cache.keys.device
         offsets = [*accumulate(chunks.lengths, initial=0)]
         self._spans = []
-        for (start, length), members in spans.items():
+        for (start, length, spans), members in alike.items():
             tokens = to_device([[offsets[i] + place for place in range(length)] for i in members], device)
             blocks = blocks_of(start + length)
             pages = chunks.pages[:, to_device(members, device), :blocks].long()
-            biases = [self._bias(kind, start, start + length) for kind in range(len(attention.architecture.kinds))]
+            kinds = range(len(attention.architecture.kinds))
+            biases = [self._bias(kind, start, start + length, spans) for kind in kinds]
             self._spans.append((start + length, tokens, pages, biases))
 
-    def _bias(self, kind: int, start: int, end: int) -> Tensor | None:
+    def _bias(self, kind: int, start: int, end: int, spans: Sequence[tuple[int, int]]) -> Tensor | None:
         """Return the bias of scores [1, A or 1, L, S]; None if a causal mask is enough."""
         attention = self._attention
         a = attention.architecture
         window = a.kinds[kind].window
         # attention by matrix products has no causal mask
         by_products = a.attention_softcap is not None or a.sinks or attention.alibi is not None
-        if not by_products and start == 0 and (window is None or window >= end):
+        if not by_products and not spans and start == 0 and (window is None or window >= end):
             return None
         queries = torch.arange(start, end, device=attention.cache.keys.device)
-        return attention.bias(kind, queries, end).transpose(0, 1)[None]
+        return attention.bias(kind, queries, end, spans).transpose(0, 1)[None]
 
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """Return [T, A, D] for queries [T, A, D], over keys and values in pages [P, BLOCK_TOKENS, K, D]."""

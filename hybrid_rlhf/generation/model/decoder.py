@@ -22,6 +22,7 @@ from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters,
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows, StepAttention, Table
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, token_bytes
 from hybrid_rlhf.generation.model.experts import RoutedExperts
+from hybrid_rlhf.generation.model.images import ImageTokens
 from hybrid_rlhf.generation.model.latent import LatentAttention
 from hybrid_rlhf.generation.model.layers import (
     HeadNorm,
@@ -159,6 +160,13 @@ class Decoder:
         self._inv_freq = [
             None if kind.rotary is None else kind.rotary.inv_freq.to(world.device) for kind in architecture.kinds
         ]
+        self._axes = [
+            None if kind.rotary is None or kind.rotary.axes is None else kind.rotary.axes.to(world.device)
+            for kind in architecture.kinds
+        ]
+        banned = [token - split.vocabulary.start for token in architecture.banned_ids if token in split.vocabulary]
+        self._banned = torch.tensor(banned, device=world.device) if banned else None
+        """[n] int64, columns of this rank's logits that are excluded; none: there are none."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -288,6 +296,8 @@ class Decoder:
         chunks: Chunks | None = None,
         adapters: Tensor | None = None,
         observe: Callable[[Tensor], None] | None = None,
+        rotated: Tensor | None = None,
+        images: ImageTokens | None = None,
     ) -> Tensor:
         """Return the last hidden states [T, H] of tokens [T] at positions [T], before the final norm.
 
@@ -300,6 +310,8 @@ class Decoder:
             chunks: parts of prompts, if any.
             adapters: [T] adapter numbers, 0 for a token without one; none: no token has one.
             observe: called with the hidden states before the first layer and after each layer.
+            rotated: positions of rotation, [T], or [T, 3] if they have three axes; none: `positions`.
+            images: image tokens, if any.
         """
         cache = attention.cache
         attend = attention.step(rows, chunks)
@@ -308,10 +320,13 @@ class Decoder:
         if self._chosen is not None:
             self._chosen.of_tokens = adapters
         x = self._embed(tokens, positions)
+        if images is not None:
+            x = x.index_copy(0, images.index, images.states.to(x.dtype))
         if observe is not None:
             observe(x)
         inputs = self._layer_inputs(tokens, x)
-        places = [self._places(kind, positions) for kind in range(len(self.architecture.kinds))]
+        turned = positions if rotated is None else rotated
+        places = [self._places(kind, positions, turned) for kind in range(len(self.architecture.kinds))]
         block = getattr(self, f"_{self.architecture.block}")
         for index, layer in enumerate(self._weights.layers):
             kind = self.architecture.layer_kinds[index]
@@ -326,6 +341,8 @@ class Decoder:
                 x = x + self._of_input(x, inputs[:, index], layer)
             if layer.scale is not None:
                 x = x * layer.scale
+            if images is not None and index < len(images.deep):
+                x = x.index_add(0, images.index, images.deep[index].to(x.dtype))
             if observe is not None:
                 observe(x)
         if routes:
@@ -333,7 +350,7 @@ class Decoder:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return this rank's logits [T, V] float32 for hidden states [T, H]."""
+        """Return this rank's logits [T, V] float32 for hidden states [T, H]; -inf for banned tokens."""
         weights = self._weights
         a = self.architecture
         x = _normed(weights.final_norm, hidden)
@@ -344,6 +361,8 @@ class Decoder:
             logits.mul_(a.logit_scale)
         if a.final_softcap is not None:
             logits.div_(a.final_softcap).tanh_().mul_(a.final_softcap)
+        if self._banned is not None:
+            logits.index_fill_(1, self._banned, -torch.inf)
         return logits
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -490,7 +509,7 @@ class Decoder:
         gate, up = both.chunk(2, dim=-1)
         return self._activation(gate) * up
 
-    def _places(self, kind: int, positions: Tensor) -> Places:
+    def _places(self, kind: int, positions: Tensor, rotated: Tensor) -> Places:
         attention_kind = self.architecture.kinds[kind]
         scales = None
         if attention_kind.temperature_scale:
@@ -500,7 +519,8 @@ class Decoder:
         inv_freq = self._inv_freq[kind]
         if rotary is None or inv_freq is None:
             return None, scales
-        angles = positions[:, None, None].float() * inv_freq
+        turned = rotated[:, None] if rotated.dim() == 1 else rotated[:, self._axes[kind]]
+        angles = turned[:, None].float() * inv_freq
         cos, sin = angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
         table = torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)
         return table, scales

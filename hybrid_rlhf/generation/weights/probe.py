@@ -16,6 +16,7 @@ from hybrid_rlhf.functional.logprobs import LogprobAgreement, agreement, token_l
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.cache import CacheLayout
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.model.images import EncodedPrompt, image_tokens, rotated_positions
 from hybrid_rlhf.generation.ops.sampling import gather_vocabulary
 from hybrid_rlhf.models.head_check import probe_tokens
 
@@ -27,17 +28,17 @@ PROBE_DECODED = 2
 """Number of tokens of the probe that are decoded one by one; each reads all weights, so there are few."""
 
 
-def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
-    """Return the log-probs [P - 1] float32 of all P tokens except the first."""
-    logits = probe_logits(decoder, tokens)
+def probe_logprobs(decoder: Decoder, tokens: Sequence[int], images: EncodedPrompt | None = None) -> Tensor:
+    """Return the log-probs [P - 1] float32 of all P tokens except the first, computed as `probe_logits`."""
+    logits = probe_logits(decoder, tokens, images)
     return token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device))
 
 
 @torch.inference_mode()
-def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
-    """Return logits [P - 1, V] float32 after all tokens but the last: first ones by prefill, the others token by
-    token."""
-    hidden = _Probe(decoder, tokens).run(len(tokens) - 1)
+def probe_logits(decoder: Decoder, tokens: Sequence[int], images: EncodedPrompt | None = None) -> Tensor:
+    """Return logits [P - 1, V] float32 after all tokens but the last: first ones by prefill, the others, which are no
+    image tokens, token by token."""
+    hidden = _Probe(decoder, tokens, images).run(len(tokens) - 1)
     return gather_vocabulary(decoder.logits(hidden), decoder.architecture.vocab_size, decoder.world)
 
 
@@ -50,23 +51,31 @@ def probe_routes(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 
 
 @torch.inference_mode()
-def probe_hidden(decoder: Decoder, tokens: Sequence[int]) -> list[Tensor]:
+def probe_hidden(decoder: Decoder, tokens: Sequence[int], images: EncodedPrompt | None = None) -> list[Tensor]:
     """Return the hidden states [P, H] before the first layer and after each layer, by one prefill."""
     observed: list[Tensor] = []
-    _Probe(decoder, tokens).prefill(len(tokens), observe=observed.append)
+    _Probe(decoder, tokens, images).prefill(len(tokens), observe=observed.append)
     return observed
 
 
 class _Probe:
     """One sequence, with a separate cache and states."""
 
-    def __init__(self, decoder: Decoder, tokens: Sequence[int], *, records_routes: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokens: Sequence[int],
+        images: EncodedPrompt | None = None,
+        *,
+        records_routes: bool = False,
+    ) -> None:
         device = decoder.world.device
         layout = CacheLayout.of(decoder.architecture, decoder.split, len(tokens), records_routes=records_routes)
         pages = layout.pages_of(len(tokens), computed_together=len(tokens))
         self.cache = decoder.new_cache(layout, pages=pages)
         self.pages = torch.arange(pages, dtype=torch.int32, device=device).view(layout.tables, 1, -1)
         self._decoder = decoder
+        self._images = images
         self._states = decoder.new_states(1)
         self._attention = Attention(
             decoder.architecture, decoder.split, self.cache, capacity_tokens=len(tokens), kernels=decoder.kernels
@@ -81,7 +90,9 @@ class _Probe:
 
     def prefill(self, tokens: int, *, observe: Callable[[Tensor], None] | None = None) -> Tensor:
         """Return the hidden states [tokens, H] of the first tokens."""
-        return self._hidden(slice(tokens), None, Chunks(self.pages, [0], [tokens], self._places[:1]), observe)
+        spans = () if self._images is None else self._images.spans_in(0, tokens)
+        chunks = Chunks(self.pages, [0], [tokens], self._places[:1], [spans])
+        return self._hidden(slice(0, tokens), None, chunks, observe)
 
     def _decode(self, place: int) -> Tensor:
         """Return the hidden state [1, H] of the token at index `place`."""
@@ -95,9 +106,18 @@ class _Probe:
         chunks: Chunks | None = None,
         observe: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        tokens, positions = self._ids[part], self._places[part]
+        device = self._ids.device
+        parts = [(self._images, part.start, part.stop)]
         return self._decoder.hidden(
-            tokens, positions, self._attention, states=self._states, rows=rows, chunks=chunks, observe=observe
+            self._ids[part],
+            self._places[part],
+            self._attention,
+            states=self._states,
+            rows=rows,
+            chunks=chunks,
+            observe=observe,
+            rotated=rotated_positions(parts, device) if self._decoder.architecture.has_axes else None,
+            images=image_tokens(parts, device),
         )
 
 

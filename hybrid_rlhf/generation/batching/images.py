@@ -1,0 +1,73 @@
+"""The images of a prompt on its way to the decoder.
+
+The vision tower runs when a request enters, not when it is queued, and the states are dropped when the prompt is
+computed: they exist for the prompts of a few prefills, and within a budget for prompts that are computed again, after
+preemption or in a further turn of a conversation.
+
+The prefix tree compares images by their content: equal prompts with different pictures have the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_rlhf.generation.model.images import EncodedPrompt
+
+ENCODED_BYTES = 2**28
+"""Maximum bytes of the states of images that are kept after their prompts."""
+
+
+@dataclass(eq=False)
+class PromptImages:
+    """The images of a prompt. Its samples share one object."""
+
+    places: Sequence[int]
+    """Index of each image token in the prompt, ascending."""
+    keys: Sequence[int]
+    """For each image token the key of its image: a negative number of 128 bits, from a digest of what the tower
+    reads."""
+    encode: Callable[[], EncodedPrompt]
+    """Runs the tower, on the thread that decodes. The result must depend on `places` and `keys` alone while the weights
+    of the tower do not change."""
+    offset: int = 0
+    """As in EncodedPrompt, from the time when a request of the prompt has entered."""
+
+    def keyed(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the token ids of a sequence that begins with the prompt, with the keys in place of the ids of image
+        tokens."""
+        keyed = list(token_ids)
+        for place, key in zip(self.places, self.keys, strict=True):
+            keyed[place] = key
+        return keyed
+
+
+class EncodedPrompts:
+    """Encoded images of the latest prompts."""
+
+    def __init__(self, most_bytes: int = ENCODED_BYTES) -> None:
+        """Begin empty; `most_bytes`: maximum bytes of the states that are kept."""
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], EncodedPrompt] = OrderedDict()
+        """Least recently used first."""
+
+    def of(self, images: PromptImages) -> EncodedPrompt:
+        """Return the encoded images of a prompt, and set their offset."""
+        name = tuple(images.places), tuple(images.keys)
+        encoded = self._kept.pop(name, None)
+        if encoded is None:
+            # a training forward may read the tower's states too, which it cannot if they are inference tensors
+            with torch.inference_mode(mode=False), torch.no_grad():
+                encoded = images.encode()
+        images.offset = encoded.offset
+        self._kept[name] = encoded
+        while sum(kept.nbytes for kept in self._kept.values()) > self._most_bytes:
+            self._kept.popitem(last=False)
+        return encoded
+
+    def clear(self) -> None:
+        """Forget all images, as after a change of the weights."""
+        self._kept.clear()
