@@ -324,7 +324,7 @@ def row_images(family: str, images: Sequence[Image.Image]) -> list[RowImage]:
     processor = vision_processor(family)
     return [
         RowImage(
-            processor.pixels([image]),
+            functools.partial(processor.pixels, [image]),
             processor.expansion(*image.size).count(processor.image_token_id),
             hash((image.size, image.tobytes())),
         )
