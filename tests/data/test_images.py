@@ -84,13 +84,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("published", [False, True], ids=["chatml", "published"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "published"), [(f, False) for f in FAMILIES] + [(f, True) for f in TEMPLATES])
 def test_tokens_are_those_of_the_processor(family: str, published: bool, folder: Path) -> None:
     template = tokenizer(family)
     if published:
-        if family not in TEMPLATES:
-            pytest.skip("no template of this kind")
         template.chat_template = TEMPLATES[family]
     images = [picture(number) for number in range(3)]
     text = lambda words: {"type": "text", "text": words}  # noqa: E731
@@ -122,15 +119,8 @@ def test_a_row_has_its_images_in_many_ways(folder: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"prompt": [user(asked)], "images": column},
         {"prompt": "<image>see <image>", "images": ["0.png", "1.png"]},
-        {
-            "prompt": [user([IMAGE, {"type": "text", "text": "see <image>"}])],
-            "images": [Image.open(folder / "0.png"), uris[1]],
-        },
-        {
-            "prompt": [
-                user([IMAGE | {"image": "0.png"}, asked[1], {"type": "image_url", "image_url": {"url": uris[1]}}])
-            ]
-        },
+        {"prompt": [user([IMAGE, {"text": "see <image>"}])], "images": [Image.open(folder / "0.png"), uris[1]]},
+        {"prompt": [user([IMAGE | {"image": "0.png"}, asked[1], linked])]},
         {"prompt": [user([IMAGE, asked[1], IMAGE | {"image": content[1]}])], "image": "0.png"},
         {"messages": [user("<image>see <image>"), assistant("no")], "images": uris},
     ]
@@ -261,7 +251,7 @@ def test_an_image_is_never_cut() -> None:
         count = sum(ids.count(token) for ids in full.get("responses") or [full["input_ids"]])
         assert count % 16 == 0 and count and full["usable"]
         seen = set()
-        for limit in range(8, full["full_length"]):
+        for limit in range(8, full["full_length"], 3):
             encoded = encode("f:1", row, tokenizer(), limit, images=rules())[0]
             assert encoded["cut"]
             kept = sum(ids.count(token) for ids in encoded.get("responses") or [encoded["input_ids"]])
