@@ -2,7 +2,8 @@
 
 All encoders return the columns `length` (tokens), `full_length` (tokens before truncation), `cut` (true if the row was
 truncated), `usable` (true if the rest can be trained on) and `ignored` (what the model does not see as it is: a list
-of keys, with repetitions, as JSON, because Arrow columns have one type).
+of keys, with repetitions, as JSON, because Arrow columns have one type). For a model that reads images also `images`:
+`input_ids` have their tokens, and a row that truncation would take some of them from is unusable.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os.path
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +30,7 @@ from hybrid_rlhf.data.chat.conversation import (
 from hybrid_rlhf.data.chat.messages import continued_turn
 from hybrid_rlhf.data.chat.template import has_value
 from hybrid_rlhf.data.chat.unrendered import EARLIER_TURNS, refused, unrendered
+from hybrid_rlhf.data.images.expansion import NO_IMAGES, ImageRules, is_whole, stored_columns
 from hybrid_rlhf.data.rows.files import Row, json_value
 from hybrid_rlhf.data.rows.formats import (
     ConversationRow,
@@ -42,16 +44,21 @@ from hybrid_rlhf.data.rows.formats import (
 
 EncodedRows = list[dict[str, Any]]
 """Rows of columns, encoded from one row of a source."""
-Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], EncodedRows]
-"""From the location of a row, the row, the tokenizer and the length limit."""
+Encode = Callable[..., EncodedRows]
+"""From the location of a row, the row, the tokenizer and the length limit; `images`, by name, are its ImageRules."""
 _MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "responses")
 
 
 def encode_conversation_row(
-    location: str, record: ConversationRow, tokenizer: PreTrainedTokenizerBase, limit: int
+    location: str,
+    record: ConversationRow,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    images: ImageRules = NO_IMAGES,
 ) -> EncodedRows:
     """Encode a conversation, truncated on the right; several rows if its turns cannot share one. A row is unusable if
     no token with loss remains."""
+    given = images.read(location, record.images)
     try:
         if record.segments:
             encoded = [encode_segments([(record.context, False), *record.segments], tokenizer)]
@@ -61,7 +68,9 @@ def encode_conversation_row(
             # A source row makes at least one row: rows are split between the steps by their index in the source.
             turns = record.messages
             encoded = (
-                encode_conversation(turns, tokenizer, tools=record.tools, continued=record.continued) if turns else []
+                encode_conversation(turns, tokenizer, tools=record.tools, continued=record.continued, images=given)
+                if turns
+                else []
             )
             encoded = encoded or [EncodedSequence([], [])]
     except UserError as error:
@@ -75,25 +84,31 @@ def encode_conversation_row(
             "full_length": len(row.input_ids),
             "cut": len(row.input_ids) > limit,
             # The first token has no predecessor and cannot carry loss.
-            "usable": any(row.loss_mask[1:limit]),
+            "usable": any(row.loss_mask[1:limit]) and is_whole(row.input_ids, row.input_ids[:limit], given),
             # The column describes the whole conversation, so only its first row has a value.
             "ignored": json.dumps(
                 unrendered(record.messages, tokenizer, record.tools, continued=record.continued) if number == 0 else []
             ),
+            **stored_columns(given, row.images),
         }
         for number, row in enumerate(encoded)
     ]
 
 
-def encode_sft_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> EncodedRows:
+def encode_sft_row(
+    location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int, *, images: ImageRules = NO_IMAGES
+) -> EncodedRows:
     """Encode a row for SFT; see `encode_conversation_row`."""
-    return encode_conversation_row(location, read_sft_row(location, row), tokenizer, limit)
+    record = read_sft_row(location, row, refusal=images.refusal)
+    return encode_conversation_row(location, record, tokenizer, limit, images)
 
 
-def encode_preference_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> EncodedRows:
+def encode_preference_row(
+    location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int, *, images: ImageRules = NO_IMAGES
+) -> EncodedRows:
     """Encode completions of one prompt and the preferences between them."""
-    record = read_preference_row(location, row)
-    columns = _encode_completions(location, record, tokenizer, limit)
+    record = read_preference_row(location, row, refusal=images.refusal)
+    columns = _encode_completions(location, record, tokenizer, limit, images)
     sequences = columns["responses"]
     # Completions that differ only in truncated tokens carry no preference.
     usable = all(sequences[chosen] != sequences[rejected] for chosen, rejected in record.pairs)
@@ -101,24 +116,40 @@ def encode_preference_row(location: str, row: Row, tokenizer: PreTrainedTokenize
     return [columns | pairs | {"usable": usable and columns["usable"]}]
 
 
-def encode_labelled_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> EncodedRows:
+def encode_labelled_row(
+    location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int, *, images: ImageRules = NO_IMAGES
+) -> EncodedRows:
     """Encode completions of one prompt, each labelled as desirable or not."""
-    record = read_labelled_row(location, row)
-    columns = _encode_completions(location, record, tokenizer, limit)
+    record = read_labelled_row(location, row, refusal=images.refusal)
+    columns = _encode_completions(location, record, tokenizer, limit, images)
     return [columns | {"labels": record.labels}]
 
 
 def _encode_completions(
-    location: str, record: PreferenceRow | LabelledRow, tokenizer: PreTrainedTokenizerBase, limit: int
+    location: str,
+    record: PreferenceRow | LabelledRow,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    images: ImageRules,
 ) -> dict[str, Any]:
     """Truncate the shared prompt after its head (BOS and the system turn), so that completions stay complete; truncate
-    a completion that exceeds the limit by itself on the right. Without completions, as in a tie, a row is unusable."""
+    a completion that exceeds the limit by itself on the right. Without completions, as in a tie, a row is unusable.
+
+    With images, `image_order` has the indices of those of each completion's sequence, in their order.
+    """
     prompt, tools = record.prompt, record.tools
+    given = images.read(location, [*chain.from_iterable(record.images)])
     if not record.completions:
         empty = {"responses": [], "masks": [], "length": 0, "full_length": 0, "tokens": 0, "padded_tokens": 0}
-        return {**empty, "cut": False, "usable": False, "ignored": "[]"}
+        return {**empty, "cut": False, "usable": False, "ignored": "[]", **stored_columns(given, order=[])}
+    asked, *ends = accumulate(map(len, record.images))
+    order = [[*range(asked), *range(*edges)] for edges in pairwise([asked, *ends])]
+    shown = [given and given.some(indices) for indices in order]
     try:
-        rows = [completion_rows(prompt, completion, tokenizer, tools=tools) for completion in record.completions]
+        rows = [
+            completion_rows(prompt, completion, tokenizer, tools=tools, images=of_completion)
+            for completion, of_completion in zip(record.completions, shown, strict=True)
+        ]
         encoded = [of_completion[-1] for of_completion in rows]
         ignored = [
             unrendered(
@@ -153,34 +184,41 @@ def _encode_completions(
         "tokens": sum(len(ids) for ids in sequences),
         "padded_tokens": len(sequences) * length,
         "cut": cut,
-        "usable": all(any(mask[1:]) for mask in masks),
+        "usable": all(any(mask[1:]) for mask in masks)
+        and all(is_whole(sequence.input_ids, ids, given) for sequence, ids in zip(encoded, sequences, strict=True)),
         "ignored": json.dumps(
             [*chain.from_iterable(ignored), *(EARLIER_TURNS for of_completion in rows if len(of_completion) > 1)]
         ),
+        **stored_columns(given, order=order),
     }
 
 
-def encode_prompt_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> EncodedRows:
+def encode_prompt_row(
+    location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int, *, images: ImageRules = NO_IMAGES
+) -> EncodedRows:
     """Encode a prompt, truncated between its head (BOS and the system turn) and its end, which has the user's request.
     It is unusable if the head alone reaches the limit."""
-    record = read_prompt_row(location, row)
+    record = read_prompt_row(location, row, refusal=images.refusal)
+    given = images.read(location, record.images)
     try:
-        ids = encode_prompt(record.messages, tokenizer, tools=record.tools)
+        ids = encode_prompt(record.messages, tokenizer, tools=record.tools, images=given)
         head = head_tokens(record.messages, tokenizer, tools=record.tools) if len(ids) > limit else 0
     except UserError as error:
         raise UserError(f"{location}: {error}") from error
+    kept = ids[:head] + ids[max(head, head + len(ids) - limit) :]
     return [
         {
-            "input_ids": ids[:head] + ids[max(head, head + len(ids) - limit) :],
+            "input_ids": kept,
             "prompt": json.dumps(record.messages, ensure_ascii=False),
             "columns": json.dumps(record.columns, ensure_ascii=False, default=json_value),
             "length": min(len(ids), limit),
             "full_length": len(ids),
             "cut": len(ids) > limit,
-            "usable": head < limit,
+            "usable": head < limit and is_whole(ids, kept, given),
             "ignored": json.dumps(
                 unrendered(record.messages, tokenizer, record.tools, learn_from=len(record.messages))
             ),
+            **stored_columns(given),
         }
     ]
 

@@ -35,6 +35,8 @@ from hybrid_rlhf.data.encoding import (
     encode_sft_row,
     require_rendered,
 )
+from hybrid_rlhf.data.images.expansion import NO_IMAGES, ImageRules
+from hybrid_rlhf.data.images.references import changed_files
 from hybrid_rlhf.data.row_views import column_array
 from hybrid_rlhf.data.rows.conditional import ScoreBuckets, find_score_buckets
 from hybrid_rlhf.data.rows.counts import RowCounts
@@ -67,6 +69,7 @@ class RowEncoding:
     """Further settings that the columns depend on."""
     is_scored: bool = False
     """True if the score of the whole conversation is learned, not the log-probs of completions."""
+    images: ImageRules = NO_IMAGES
 
 
 @dataclass(frozen=True)
@@ -87,35 +90,49 @@ def load_sft_data(
     seed: int,
     world: World,
     conditional: ConditionConfig | None = None,
+    images: ImageRules = NO_IMAGES,
 ) -> TokenizedData:
-    """Columns `input_ids`, `loss_mask`, `length`; with `conditional`, prompts name the bucket of the score."""
-    encoding = RowEncoding("sft", encode_sft_row, "sft", config.max_length)
+    """Columns `input_ids`, `loss_mask`, `length`; with `conditional`, prompts name the bucket of the score; `images`,
+    here and below, if the model reads them (`tokenised_images`)."""
+    encoding = RowEncoding("sft", encode_sft_row, "sft", config.max_length, images=images)
     if conditional is None or not config.sources:
         return _load(encoding, config, tokenizer, seed, world)
     buckets = find_score_buckets(conditional, config, lambda counts: _split_rows(counts, config, "sft", seed)[0], world)
 
-    def encode(location: str, row: Row, *rest: Any) -> EncodedRows:
-        return encode_conversation_row(location, buckets.apply(location, row, read_sft_row(location, row)), *rest)
+    def encode(location: str, row: Row, *rest: Any, **named: Any) -> EncodedRows:
+        record = buckets.apply(location, row, read_sft_row(location, row, refusal=images.refusal))
+        return encode_conversation_row(location, record, *rest, **named)
 
     encoding = replace(encoding, encode=encode, settings={"condition": buckets.to_json()})
     return replace(_load(encoding, config, tokenizer, seed, world), score_buckets=buckets)
 
 
 def load_preference_data(
-    config: RowDataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
+    config: RowDataConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    world: World,
+    images: ImageRules = NO_IMAGES,
 ) -> TokenizedData:
     """Columns `responses` (token ids of prompt and completion), `masks` (true on the completion), `pairs`, `margins`,
-    `length` (tokens of the longest response), `tokens` (tokens of all responses)."""
-    encoding = RowEncoding("preference", encode_preference_row, "reward", config.max_length)
+    `length` (tokens of the longest response), `tokens` (tokens of all responses), `image_order` (the indices of each
+    response's images)."""
+    encoding = RowEncoding("preference", encode_preference_row, "reward", config.max_length, images=images)
     return _load(encoding, config, tokenizer, seed, world)
 
 
 def load_labelled_data(
-    config: RowDataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
+    config: RowDataConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    world: World,
+    images: ImageRules = NO_IMAGES,
 ) -> TokenizedData:
     """Columns of `load_preference_data` with `labels` (true if the completion is desirable) instead of `pairs` and
     `margins`."""
-    encoding = RowEncoding("labelled", encode_labelled_row, "reward", config.max_length)
+    encoding = RowEncoding("labelled", encode_labelled_row, "reward", config.max_length, images=images)
     return _load(encoding, config, tokenizer, seed, world)
 
 
@@ -126,6 +143,7 @@ def load_reward_data(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     world: World,
+    images: ImageRules = NO_IMAGES,
 ) -> TokenizedData:
     """Columns of pairs, labels or steps (`encode_stepwise_row`); with several heads also `head`, the head's index."""
     encodings: dict[str, tuple[str, Encode]] = {
@@ -139,20 +157,28 @@ def load_reward_data(
     if heads := objective.heads:
         name = f"{name} with heads {', '.join(heads)}"
         encode = partial(_with_head, encode, heads)
-    encoding = RowEncoding(name, encode, "reward", config.max_length, is_scored=True)
+    encoding = RowEncoding(name, encode, "reward", config.max_length, is_scored=True, images=images)
     return _load(encoding, config, tokenizer, seed, world)
 
 
-def _with_head(encode: Encode, heads: Sequence[str], location: str, row: Row, *rest: Any) -> EncodedRows:
+def _with_head(encode: Encode, heads: Sequence[str], location: str, row: Row, *rest: Any, **named: Any) -> EncodedRows:
     head = {"head": head_index(location, row, heads)}
-    return [columns | head for columns in encode(location, row, *rest)]
+    return [columns | head for columns in encode(location, row, *rest, **named)]
 
 
 def load_prompt_data(
-    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World, max_prompt_tokens: int
+    config: DataConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    world: World,
+    max_prompt_tokens: int,
+    images: ImageRules = NO_IMAGES,
 ) -> TokenizedData:
     """Columns `input_ids`, `prompt` (messages as JSON), `columns` (the row's other columns as JSON), `length`."""
-    encoding = RowEncoding("prompt", encode_prompt_row, "rl", max_prompt_tokens, "rollout.max_prompt_tokens")
+    encoding = RowEncoding(
+        "prompt", encode_prompt_row, "rl", max_prompt_tokens, "rollout.max_prompt_tokens", images=images
+    )
     return _load(encoding, config, tokenizer, seed, world)
 
 
@@ -164,16 +190,21 @@ def most_rows(step: str, config: DataConfig, counts: Sequence[int], seed: int) -
 
 
 def load_ptx_data(
-    ptx: PtxConfig, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
+    ptx: PtxConfig,
+    config: DataConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    world: World,
+    images: ImageRules = NO_IMAGES,
 ) -> datasets.Dataset:
     """The rows of ptx.sources with the columns of SFT; none are held out."""
-    encoding = RowEncoding(
-        "ptx",
-        lambda location, row, *rest: encode_conversation_row(location, read_ptx_row(location, row), *rest),
-        "sft",
-        ptx.max_length,
-        "ptx.max_length",
-    )
+
+    def encode(location: str, row: Row, *rest: Any, **named: Any) -> EncodedRows:
+        record = read_ptx_row(location, row, refusal=images.refusal)
+        return encode_conversation_row(location, record, *rest, **named)
+
+    encoding = RowEncoding("ptx", encode, "sft", ptx.max_length, "ptx.max_length", images=images)
     parts = [_tokenize(encoding, source, config, tokenizer, world) for source in ptx.sources]
     blend = _blend(parts, ptx.sources, seed)
     return _report(encoding, blend, blend.select([]), parts, ptx.sources, config, world).train
@@ -280,14 +311,14 @@ def _tokenize(
 ) -> datasets.Dataset:
     """All rows of a source in order, from the cache if it has them."""
     with shared_user_errors(world):
-        rows = open_source(source)
-        fingerprint = rows.fingerprint
+        reader = open_source(source)
+        fingerprint = reader.fingerprint
 
     def make() -> Iterator[dict[str, Any]]:
-        progress = ProgressLog(f"tokenising {rows.source.path}", total=rows.count())
-        for number, (location, row) in enumerate(progress.track(rows)):
+        progress = ProgressLog(f"tokenising {reader.source.path}", total=reader.count())
+        for number, (location, row) in enumerate(progress.track(reader)):
             form = "" if encoding.step != "rl" and is_tie(row) else " + ".join(form_of(encoding.step, row) or ())
-            for columns in encoding.encode(location, row, tokenizer, encoding.limit):
+            for columns in encoding.encode(location, row, tokenizer, encoding.limit, images=encoding.images):
                 require_rendered(location, row, columns["ignored"])
                 if config.too_long == "drop" and columns["cut"]:
                     columns["usable"] = False
@@ -301,8 +332,14 @@ def _tokenize(
         "too_long": config.too_long,
         "rules": RULES_VERSION,
         **encoding.settings,
+        **encoding.images.settings,
     }
-    return cached_rows(key, make, cache_dir=config.cache_dir, world=world)
+    rows = cached_rows(key, make, cache_dir=config.cache_dir, world=world)
+    if encoding.images.layout is not None:
+        changed = world.broadcast_object(changed_files(rows) if world.is_main else [])
+        if changed:
+            rows = cached_rows(key | {"changed": changed}, make, cache_dir=config.cache_dir, world=world)
+    return rows
 
 
 def _report(

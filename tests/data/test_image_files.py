@@ -238,12 +238,9 @@ def test_a_changed_file_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(written(PICTURE))
     stored = reference("a.png", tmp_path)
-    assert not stored.has_changed
     file.write_bytes(written(picture(2, (60, 50))))
-    assert stored.has_changed
     with user_error("must stay as they were tokenised, .*a.png has changed"):
         stored.image()
     file.unlink()
-    assert stored.has_changed
     with user_error("must stay as they were tokenised, .*a.png cannot be read"):
         stored.image()

@@ -38,6 +38,7 @@ from hybrid_rlhf.data.chat.template import (
     render_unfinished,
     token_ids,
 )
+from hybrid_rlhf.data.images.expansion import IMAGE_MARK, RowImages
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 RULES_VERSION = 12
@@ -56,6 +57,8 @@ class EncodedSequence:
 
     input_ids: list[int]
     loss_mask: list[bool]
+    images: int = 0
+    """The number of the conversation's images that are in it, the first ones."""
 
 
 def encode_conversation(
@@ -65,6 +68,7 @@ def encode_conversation(
     tools: Tools | None = None,
     learn_from: int = 0,
     continued: int | None = None,
+    images: RowImages | None = None,
 ) -> list[EncodedSequence]:
     """Encode a conversation as one row, or as several where the template renders earlier turns differently.
 
@@ -74,6 +78,7 @@ def encode_conversation(
         tools: JSON schemas of the functions that the assistant may call.
         learn_from: turns before this index carry no loss; nor do assistant turns of weight 0.
         continued: index of an assistant turn that the next turn continues; its own text carries no loss.
+        images: those of the turns; None for a model that reads none.
 
     Raises:
         UserError: if the template rejects the messages.
@@ -81,6 +86,12 @@ def encode_conversation(
     parts = conversation_texts(messages, tokenizer, tools=tools, learn_from=learn_from, continued=continued)
     rows: list[EncodedSequence] = []
     for before, pieces in parts:
+        count = 0
+        if images is not None:
+            texts = [before, *(text for text, _ in pieces)]
+            count = sum(text.count(IMAGE_MARK) for text in texts)
+            before, *said = images.expanded(texts)
+            pieces = [(text, has_loss) for text, (_, has_loss) in zip(said, pieces, strict=True)]
         ids = token_ids(before, tokenizer)
         mask = [False] * len(ids)
         if rows:
@@ -94,7 +105,9 @@ def encode_conversation(
             ids = ids + tokens
             mask += [has_loss] * len(tokens)
             before += piece
-        rows.append(EncodedSequence(ids, mask))
+        if images is not None:
+            images.require_no_others(ids, count, tokenizer)
+        rows.append(EncodedSequence(ids, mask, count))
     return rows
 
 
@@ -127,9 +140,10 @@ def encode_completion(
     tokenizer: PreTrainedTokenizerBase,
     *,
     tools: Tools | None = None,
+    images: RowImages | None = None,
 ) -> EncodedSequence:
     """The last of `completion_rows`, which has the whole conversation."""
-    return completion_rows(prompt, completion, tokenizer, tools=tools)[-1]
+    return completion_rows(prompt, completion, tokenizer, tools=tools, images=images)[-1]
 
 
 def completion_rows(
@@ -138,6 +152,7 @@ def completion_rows(
     tokenizer: PreTrainedTokenizerBase,
     *,
     tools: Tools | None = None,
+    images: RowImages | None = None,
 ) -> list[EncodedSequence]:
     """Encode a prompt and its completion, whose turns may need several rows; see `encode_conversation`.
 
@@ -146,7 +161,7 @@ def completion_rows(
     """
     continued = continued_turn(prompt, completion)
     return encode_conversation(
-        [*prompt, *completion], tokenizer, tools=tools, learn_from=len(prompt), continued=continued
+        [*prompt, *completion], tokenizer, tools=tools, learn_from=len(prompt), continued=continued, images=images
     )
 
 
@@ -215,11 +230,20 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | lis
 
 
 def encode_prompt(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, tools: Tools | None = None
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Tools | None = None,
+    images: RowImages | None = None,
 ) -> list[int]:
     """Encode a conversation up to the beginning of the next assistant turn, or to the end of the text of the last turn
     if that is the assistant's."""
-    return token_ids(prompt_text(messages, tokenizer, tools=tools), tokenizer)
+    text = prompt_text(messages, tokenizer, tools=tools)
+    if images is None:
+        return token_ids(text, tokenizer)
+    ids = token_ids(images.expanded([text])[0], tokenizer)
+    images.require_no_others(ids, len(images.references), tokenizer)
+    return ids
 
 
 def head_tokens(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, tools: Tools | None = None) -> int:
@@ -415,7 +439,8 @@ def _after_opening(through: str, other: str, opening: str, history: Sequence[Mes
     """
     shared = os.path.commonprefix([through, other])
     start = shared.rfind(opening) if opening else -1
-    last = str(history[-1].get("content", "")).strip() if history else ""
+    # What the template writes for an image is not its mark.
+    last = str(history[-1].get("content", "")).rpartition(IMAGE_MARK)[2].strip() if history else ""
     if start < 0 or not last or last in shared[start + len(opening) :]:
         return None
     return through[start + len(opening) :]

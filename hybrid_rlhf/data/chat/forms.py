@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.images.expansion import IMAGE_MARK
 
 MISSING = object()
 """Value of `empty_content` to omit the key `content`."""
@@ -26,7 +27,10 @@ class MessageForms:
     """Content of a turn that has tool calls only."""
 
     def content(self, text: str) -> Any:
-        """Text in the template's format."""
+        """Text in the template's format; with images, always a list of parts."""
+        if IMAGE_MARK in text:
+            texts = [[{"type": "text", "text": part}] if part else [] for part in text.split(IMAGE_MARK)]
+            return [*texts[0], *(part for after in texts[1:] for part in ({"type": "image"}, *after))]
         return [{"type": "text", "text": text}] if self.parts else text
 
     def apply(self, message: Message) -> Message:

@@ -13,7 +13,9 @@ from itertools import takewhile
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.images.expansion import IMAGE_MARK, IMAGES_KEY
 from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.runtime.observability.logs import shortened
 
 Message = dict[str, Any]
 """`role`, `content` (text; may be missing with tool calls), and other keys that the chat template may read."""
@@ -37,6 +39,7 @@ _DETAIL_KEYS = ("train_detail", "training_detail")
 _CONVERT = "convert the row with hybrid-rlhf data convert"
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are its text (OpenAI)."""
+_IMAGE_PARTS = ("image", "image_url")
 
 
 def is_learned(message: Message) -> bool:
@@ -60,8 +63,13 @@ def continued_turn(prompt: Sequence[Message], completion: Sequence[Message]) -> 
     return len(prompt) - 1 if both else None
 
 
-def read_message(location: str, message: Any) -> Message:
+def read_message(location: str, message: Any, *, with_images: bool = False) -> Message:
     """Normalise a message: omit nulls and weights of 1, join parts of text, bring tool calls into one format.
+
+    Args:
+        location: beginning of errors.
+        message: a message as it is stored.
+        with_images: read parts that are images, which are refused otherwise; see `IMAGES_KEY`.
 
     Raises:
         UserError: naming `location`, if it is not a message or is empty.
@@ -82,11 +90,15 @@ def read_message(location: str, message: Any) -> Message:
         ]
         if not read["tool_calls"]:
             del read["tool_calls"]
-    if read["role"] == "assistant" and "tool_calls" in read and not _content(location, read).strip():
+    images: list[Any] | None = [] if with_images else None
+    content = _content(location, read, images=images)
+    if read["role"] == "assistant" and "tool_calls" in read and not content.strip():
         return {key: value for key, value in read.items() if key != "content"}
     if "content" not in read:
         raise UserError(f"{location}: a message must have 'role' and 'content', got {message!r}: fix the row")
-    read["content"] = _content(location, read)
+    read["content"] = content
+    if images:
+        read[IMAGES_KEY] = images
     if read["role"] in ("user", "assistant") and not read["content"].strip():
         raise UserError(
             f"{location}: the content of {'an' if read['role'] == 'assistant' else 'a'} {read['role']} turn must not "
@@ -199,16 +211,19 @@ def _weight(location: str, message: Message) -> int:
     return next((int(value) for value in given.values()), 1)
 
 
-def _content(location: str, message: Message, key: str = "content") -> str:
-    """The text of a message, which may be a list of parts."""
+def _content(location: str, message: Message, key: str = "content", images: list[Any] | None = None) -> str:
+    """The text of a message, which may be a list of parts; images are appended to a list, if there is one."""
     content = message.get(key, "")
     parts = [part if isinstance(part, dict) else {} for part in content] if isinstance(content, list) else []
     if message["role"] == "assistant" and any(part.get(flag) in (False, 0) for part in parts for flag in LOSS_KEYS):
         raise _partial_loss_error(location, f"{key} {content!r}")
+    if images is not None:
+        images += [_image(location, part) for part in parts if part.get("type") in _IMAGE_PARTS]
+        parts = [{"text": IMAGE_MARK} if part.get("type") in _IMAGE_PARTS else part for part in parts]
     if isinstance(content, list) and all(
         isinstance(part.get("text"), str) and part.get("type", "text") in _TEXT_PARTS for part in parts
     ):
-        return "".join(part["text"] for part in parts)
+        content = "".join(part["text"] for part in parts)
     if not isinstance(content, str):
         fix = _CONVERT if {"tool_use", "tool_result"} & {str(part.get("type")) for part in parts} else "fix the row"
         raise UserError(
@@ -216,6 +231,23 @@ def _content(location: str, message: Message, key: str = "content") -> str:
             f"{content!r}: {fix}"
         )
     return content
+
+
+def _image(location: str, part: dict[str, Any]) -> Any:
+    """The image of a part of a content; None if it is one of the row's column."""
+    if part["type"] == "image" and part.keys() <= {"type", "image"}:
+        return part.get("image")
+    linked = part.get("image_url")
+    url = linked.get("url") if isinstance(linked, dict) else linked
+    if part["type"] == "image" or not isinstance(url, str):
+        raise UserError(
+            f"{location}: a part with an image must be {{'type': 'image'}}, with the key 'image' unless it is one of "
+            f"the row's column, or {{'type': 'image_url', 'image_url': {{'url': ...}}}}, got keys "
+            f"{', '.join(map(repr, part))}: fix the row"
+        )
+    if not url.startswith("data:"):
+        raise UserError(f"{location}: image_url.url must be a data URI, got {shortened(url)!r}: send the image itself")
+    return url
 
 
 def _partial_loss_error(location: str, got: str) -> UserError:

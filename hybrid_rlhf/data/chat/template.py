@@ -13,7 +13,9 @@ EOS. A tokenizer that is saved gets a template that writes the same, for other p
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import product
@@ -27,6 +29,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.forms import MISSING, MessageForms, text_with_calls
 from hybrid_rlhf.data.chat.messages import REASONING_KEYS, WEIGHT_KEY, Message, Tools, split_reasoning
+from hybrid_rlhf.data.images.expansion import IMAGE_MARK
 
 _PLAIN_NAMES = {
     "system": "System",
@@ -160,7 +163,8 @@ class ChatTemplate:
         Raises:
             UserError: if the template does not compile or rejects the messages.
         """
-        return self._render(self._normalised(messages), tools, add_generation_prompt, variables)[0]
+        text = self._render(self._normalised(messages), tools, add_generation_prompt, variables)[0]
+        return self._with_marks(messages, text, [])[0]
 
     @cached_property
     def channels(self) -> Channels | None:
@@ -188,7 +192,36 @@ class ChatTemplate:
 
     def generated(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[str, list[tuple[int, int]]]:
         """Messages as text, and the character ranges of its `{% generation %}` blocks."""
-        return self._render(self._normalised(messages), tools)
+        return self._with_marks(messages, *self._render(self._normalised(messages), tools))
+
+    @cached_property
+    def _image_text(self) -> str:
+        """The text of an image in a turn; empty if the template writes none."""
+        turns = [{**_USER, "content": IMAGE_MARK * count + _PROBE} for count in (1, 2)]
+        one, two = map(self._try_render, turns)
+        start = len(os.path.commonprefix([one, two]))
+        return two[start : start + len(two) - len(one)]
+
+    def _with_marks(
+        self, messages: Sequence[Message], text: str, spans: list[tuple[int, int]]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """A rendered text with a mark before each image, and character ranges in it.
+
+        Raises:
+            UserError: if the template does not write each image.
+        """
+        count = sum(str(message.get("content")).count(IMAGE_MARK) for message in messages)
+        if not count:
+            return text, spans
+        pattern = re.escape(self._image_text) or "(?!)"
+        starts = [match.start() for match in re.finditer(pattern, text)]
+        if len(starts) != count:
+            raise UserError(
+                f"the chat template must write each image of a conversation once, it writes {len(starts)} of {count}: "
+                "set data.chat_template to the template of a vision-language model"
+            )
+        marked = re.sub(pattern, lambda match: IMAGE_MARK + match[0], text)
+        return marked, [tuple(place + bisect_left(starts, place) for place in span) for span in spans]  # type: ignore[misc]
 
     @cached_property
     def call_text(self) -> str:
@@ -364,6 +397,10 @@ def render(
     template = ChatTemplate.of(tokenizer, tools)
     if template is not None:
         return template.render(messages, tools, add_generation_prompt=add_generation_prompt, variables=variables)
+    if any(IMAGE_MARK in str(message.get("content")) for message in messages):
+        raise UserError(
+            "images need a chat template, the tokenizer has none: set data.chat_template to that of the model"
+        )
     parts = []
     for message in messages:
         end = tokenizer.eos_token if message["role"] == "assistant" else ""

@@ -1,5 +1,4 @@
-"""Images of rows: reading them within limits, references to them, and the text that takes their places.
+"""Images of rows: reading them within limits, references to them, and the texts that take their places.
 
-`reading` decodes bytes, `references` finds the bytes of an image, `placing` finds the images of a row's turns, and
-`expansion` writes the text of each image.
+`reading` decodes bytes, `references` finds them, and `expansion` says what becomes of the images of rows.
 """

@@ -15,6 +15,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import datasets
+import pyarrow
+from pyarrow import compute
+
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.images.reading import (
     image_digest,
@@ -67,11 +71,6 @@ class ImageReference:
             raise UserError(f"{_STAYS}, {self.path} has changed: start the run again")
         return image
 
-    @property
-    def has_changed(self) -> bool:
-        """True if a file has another length or time than when it was read, or is missing."""
-        return bool(self.path) and _version(self.path) != self.version
-
 
 def tokenised_images(row: Mapping[str, Any]) -> list[ImageReference]:
     """The images of a row of tokens, its column `images`; none if it has no such column."""
@@ -81,6 +80,16 @@ def tokenised_images(row: Mapping[str, Any]) -> list[ImageReference]:
 def stored_images(references: list[ImageReference]) -> list[dict[str, Any]] | None:
     """That column; null without images, as Arrow has no type for the items of empty lists."""
     return [asdict(reference) for reference in references] or None
+
+
+def changed_files(rows: datasets.Dataset) -> list[list[str]]:
+    """The path and version of each file of tokenised rows that is not the one that was read."""
+    images = rows.data.column("images")
+    if pyarrow.types.is_null(images.type):
+        return []
+    stored = compute.list_flatten(images)
+    files = zip(*(compute.struct_field(stored, name).to_pylist() for name in ("path", "version")), strict=True)
+    return sorted([path, now] for path, read in {*files} if path and (now := _version(path)) != read)
 
 
 def read_reference(source: Any, name: str, *, folder: Path | None, max_pixels: int) -> ImageReference:

@@ -48,6 +48,7 @@ _JSON_CELLS = (
     "margin",
     "score",
     "segments",
+    "images",
 )
 """Columns that are not text, which a CSV file writes as JSON."""
 

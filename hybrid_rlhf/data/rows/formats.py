@@ -10,7 +10,7 @@
 
 Names and meanings are those of TRL's data sets; `responses` + `ranks` follows InstructGPT (arXiv 2203.02155), section
 3.5. A row with `tie: true` is left out. Any row may have `tools`: JSON schemas of the functions that the assistant may
-call. A message keeps all its keys.
+call, and `images` (or `image`) where the model reads them; see placing.py. A message keeps all its keys.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from hybrid_rlhf.data.chat.messages import (
     row_tools,
     with_ordered_results,
 )
+from hybrid_rlhf.data.images.expansion import IMAGES_KEY, TEXT_ONLY
 from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.placing import IMAGE_COLUMNS, place_images
 from hybrid_rlhf.data.rows.published import (
     CONVERTED,
     LABELS,
@@ -90,6 +92,8 @@ class ConversationRow:
     tools: Tools | None = None
     continued: int | None = None
     """Index of an assistant turn, the last of the prompt, that the next turn continues."""
+    images: list[Any] = field(default_factory=list)
+    """In the order of their marks, as given."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class PreferenceRow:
     margins: list[float]
     """The margin of each pair, by default 0."""
     tools: Tools | None = None
+    images: Sequence[list[Any]] = ()
+    """Those of the prompt, then those of each completion."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,8 @@ class LabelledRow:
     labels: list[bool]
     """True for each completion that is desirable."""
     tools: Tools | None = None
+    images: Sequence[list[Any]] = ()
+    """Those of the prompt, then those of each completion."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,7 @@ class StepwiseRow:
     labels: list[float]
     """In [0, 1]; 1 means correct."""
     tools: Tools | None = None
+    images: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -133,8 +142,9 @@ class PromptRow:
 
     messages: list[Message]
     columns: dict[str, Any]
-    """Other columns of the row; they include `tools`, as stored."""
+    """Other columns of the row; they include `tools`, as stored, and no images."""
     tools: Tools | None = None
+    images: list[Any] = field(default_factory=list)
 
 
 def form_of(step: str, row: Row) -> tuple[str, ...] | None:
@@ -154,12 +164,12 @@ def is_tie(row: Row) -> bool:
     return row.get("tie") is True and "completion" not in row and "messages" not in row
 
 
-def read_sft_row(location: str, row: Row) -> ConversationRow:
+def read_sft_row(location: str, row: Row, *, refusal: str = TEXT_ONLY) -> ConversationRow:
     """Read a row for SFT; a tie has no messages."""
     if is_tie(row):
         return ConversationRow()
     continued = None
-    _require_whole(location, row)
+    _require_whole(location, row, refusal)
     if "text" not in row:
         _refuse_preferences(location, row)
     column = "completion" if "completion" in row else "chosen"
@@ -172,8 +182,9 @@ def read_sft_row(location: str, row: Row) -> ConversationRow:
     elif "chosen" in row and not isinstance(row["chosen"], str):
         messages = _messages(location, row, "chosen")
     elif "text" in row:
-        return ConversationRow(text=text_column(location, row, "text"))
+        return _plain_row(location, row)
     elif "segments" in row:
+        _require_no_images(location, row)
         segments = _segments(location, row["segments"])
         return ConversationRow(text="".join(text for text, _ in segments), segments=segments)
     else:
@@ -187,7 +198,22 @@ def read_sft_row(location: str, row: Row) -> ConversationRow:
             f"{location}: a conversation for SFT must have an assistant turn of weight 1, got weight 0 for each: set "
             "one to 1 or remove the row"
         )
-    return ConversationRow(messages, tools=row_tools(location, row), continued=continued)
+    (images,) = place_images(location, row, messages, refusal=refusal)
+    return ConversationRow(messages, tools=row_tools(location, row), continued=continued, images=images)
+
+
+def _plain_row(location: str, row: Row) -> ConversationRow:
+    """A row of plain text, in which all tokens carry loss, which those of images cannot."""
+    _require_no_images(location, row)
+    return ConversationRow(text=text_column(location, row, "text"))
+
+
+def _require_no_images(location: str, row: Row) -> None:
+    column = next((name for name in IMAGE_COLUMNS if row.get(name)), None)
+    if column is not None:
+        raise UserError(
+            f"{location}: rows of plain text have no images, got column {column!r}: give messages or a prompt"
+        )
 
 
 def _segments(location: str, value: Any) -> list[tuple[str, bool]]:
@@ -204,13 +230,13 @@ def _segments(location: str, value: Any) -> list[tuple[str, bool]]:
     return [(str(text), bool(label)) for text, label in segments]
 
 
-def read_preference_row(location: str, row: Row) -> PreferenceRow:
+def read_preference_row(location: str, row: Row, *, refusal: str = TEXT_ONLY) -> PreferenceRow:
     """Read a row of preferences; a tie has no completions."""
     if is_tie(row):
         return PreferenceRow([], [], [], [])
-    _require_whole(location, row)
+    _require_whole(location, row, refusal)
     if "responses" in row and "ranks" in row:
-        return _ranked(location, row)
+        return _ranked(location, row, refusal)
     if "chosen" not in row or "rejected" not in row:
         raise unreadable_row_error(location, row, ["prompt + chosen + rejected", "prompt + responses + ranks"])
     if row["chosen"] == row["rejected"]:
@@ -238,18 +264,20 @@ def read_preference_row(location: str, row: Row) -> PreferenceRow:
     for (name, _), completion in zip(answers, completions, strict=True):
         _require_assistant(location, name, completion)
     margin = number_column(location, row, "margin") if "margin" in row else 0.0
-    return PreferenceRow(prompt, completions, [(0, 1)], [margin], row_tools(location, row))
+    images = place_images(location, row, prompt, *completions, refusal=refusal)
+    return PreferenceRow(prompt, completions, [(0, 1)], [margin], row_tools(location, row), images)
 
 
-def read_labelled_row(location: str, row: Row) -> LabelledRow:
+def read_labelled_row(location: str, row: Row, *, refusal: str = TEXT_ONLY) -> LabelledRow:
     """Read a row of labelled completions: one with its label, or those of preference pairs."""
     if "label" not in row:
-        record = read_preference_row(location, row)
+        record = read_preference_row(location, row, refusal=refusal)
         chosen, rejected = ({pair[side] for pair in record.pairs} for side in (0, 1))
         indices = sorted(chosen ^ rejected)  # a completion that is chosen and rejected in different pairs has no label
         completions = [record.completions[i] for i in indices]
-        return LabelledRow(record.prompt, completions, [i in chosen for i in indices], record.tools)
-    _require_whole(location, row)
+        images = [*record.images[:1], *(record.images[1 + i] for i in indices)]
+        return LabelledRow(record.prompt, completions, [i in chosen for i in indices], record.tools, images)
+    _require_whole(location, row, refusal)
     parts = {"prompt", "completion"}
     whole = "messages" in row and not parts & set(row)
     if not whole and not parts <= set(row):
@@ -267,12 +295,13 @@ def read_labelled_row(location: str, row: Row) -> LabelledRow:
     else:
         prompt, (completion,) = _completed(location, row, ("completion", row["completion"]))
     _require_assistant(location, "messages" if whole else "completion", completion)
-    return LabelledRow(prompt, [completion], [label], row_tools(location, row))
+    placed = place_images(location, row, prompt, completion, refusal=refusal)
+    return LabelledRow(prompt, [completion], [label], row_tools(location, row), placed)
 
 
-def read_stepwise_row(location: str, row: Row) -> StepwiseRow:
+def read_stepwise_row(location: str, row: Row, *, refusal: str = TEXT_ONLY) -> StepwiseRow:
     """Read a row with the steps of a completion (stepwise supervision)."""
-    _require_whole(location, row)
+    _require_whole(location, row, refusal)
     if not set(STEPS) <= set(row):
         raise unreadable_row_error(location, row, ["prompt + completions + labels"])
     steps, labels = _equal_lists(location, row, "completions", "labels")
@@ -283,7 +312,8 @@ def read_stepwise_row(location: str, row: Row) -> StepwiseRow:
             f"{location}: column 'labels' must contain true, false or numbers in [0, 1], got {wrong[0]!r}: fix the row"
         )
     prompt = _turns(location, row, "prompt", role="user")
-    return StepwiseRow(prompt, texts, [float(label) for label in labels], row_tools(location, row))
+    (images,) = place_images(location, row, prompt, refusal=refusal)
+    return StepwiseRow(prompt, texts, [float(label) for label in labels], row_tools(location, row), images)
 
 
 def head_index(location: str, row: Row, heads: Sequence[str]) -> int:
@@ -294,9 +324,9 @@ def head_index(location: str, row: Row, heads: Sequence[str]) -> int:
     return heads.index(name)
 
 
-def read_prompt_row(location: str, row: Row) -> PromptRow:
+def read_prompt_row(location: str, row: Row, *, refusal: str = TEXT_ONLY) -> PromptRow:
     """Read a row of prompts for RL."""
-    _require_whole(location, row, [column for column in CONVERTED if column != "history"])
+    _require_whole(location, row, refusal, [column for column in CONVERTED if column != "history"])
     if "prompt" in row:
         used = "prompt"
         messages = _turns(location, row, "prompt", role="user")
@@ -312,17 +342,24 @@ def read_prompt_row(location: str, row: Row) -> PromptRow:
             )
     else:
         raise unreadable_row_error(location, row, ["prompt", "messages"])
-    columns = {name: value for name, value in row.items() if name != used}
-    return PromptRow(messages, columns, row_tools(location, row))
+    (images,) = place_images(location, row, messages, refusal=refusal)
+    read = (used, *IMAGE_COLUMNS) if images else (used,)
+    columns = {name: value for name, value in row.items() if name not in read}
+    return PromptRow(messages, columns, row_tools(location, row), images)
 
 
-def read_ptx_row(location: str, row: Row) -> ConversationRow:
+def read_ptx_row(location: str, row: Row, *, refusal: str = TEXT_ONLY) -> ConversationRow:
     """Read a row of pretraining text, or a conversation."""
-    return ConversationRow(text=text_column(location, row, "text")) if "text" in row else read_sft_row(location, row)
+    return _plain_row(location, row) if "text" in row else read_sft_row(location, row, refusal=refusal)
 
 
-def require_text(location: str, row: Row) -> None:
+def require_text(location: str, row: Row, refusal: str = TEXT_ONLY) -> None:
     """Refuse a row with images, videos or audio, which would be lost, or with settings of its own.
+
+    Args:
+        location: beginning of errors.
+        row: row as read from its source.
+        refusal: why there may be no images; empty: there may.
 
     Raises:
         UserError: with the name of the column.
@@ -333,7 +370,8 @@ def require_text(location: str, row: Row) -> None:
             f"{location}: all rows are rendered alike, got column {own!r} with {shortened(str(row[own]))}: "
             f"{_OF_ALL_ROWS[own]}"
         )
-    column = next((name for name in _MEDIA if row.get(name)), None)
+    media = _MEDIA if refusal == TEXT_ONLY else [name for name in _MEDIA if name not in IMAGE_COLUMNS]
+    column = next((name for name in media if row.get(name)), None)
     if column is not None:
         raise UserError(
             f"{location}: a row must be text, got column {column!r} with {shortened(str(row[column]))}: remove the "
@@ -341,9 +379,9 @@ def require_text(location: str, row: Row) -> None:
         )
 
 
-def _require_whole(location: str, row: Row, columns: Sequence[str] = CONVERTED) -> None:
+def _require_whole(location: str, row: Row, refusal: str, columns: Sequence[str] = CONVERTED) -> None:
     """Refuse a row with columns that only a conversion reads; see `require_text`."""
-    require_text(location, row)
+    require_text(location, row, refusal)
     if columns == CONVERTED and answers_messages(row):
         raise unreadable_row_error(location, row, ["prompt + chosen + rejected"])
     column = next((name for name in columns if row.get(name)), None)
@@ -377,7 +415,7 @@ def _refuse_preferences(location: str, row: Row) -> None:
         )
 
 
-def _ranked(location: str, row: Row) -> PreferenceRow:
+def _ranked(location: str, row: Row, refusal: str) -> PreferenceRow:
     """All pairs of a ranked list, lower ranks first; equal ranks make no pair (InstructGPT, section 3.5)."""
     if "prompt" not in row:
         raise unreadable_row_error(location, row, ["prompt + responses + ranks"])
@@ -392,13 +430,14 @@ def _ranked(location: str, row: Row) -> PreferenceRow:
     ]
     if not pairs:
         raise UserError(f"{location}: column 'ranks' must have two different ranks, got {ranks!r}: remove the row")
+    images = place_images(location, row, prompt, *completions, refusal=refusal)
     for chosen, rejected in pairs:
         if completions[chosen] == completions[rejected]:
             raise UserError(
                 f"{location}: column 'responses' must not rank a response above an equal one, got "
                 f"{shortened(str(responses[chosen]))!r} twice: remove one"
             )
-    return PreferenceRow(prompt, completions, pairs, [0.0] * len(pairs), row_tools(location, row))
+    return PreferenceRow(prompt, completions, pairs, [0.0] * len(pairs), row_tools(location, row), images)
 
 
 def _require_assistant(location: str, column: str, completion: Sequence[Message]) -> None:
@@ -506,7 +545,7 @@ def _messages(location: str, row: Row, column: str) -> list[Message]:
         found = "an empty list" if value == [] else type(value).__name__
         raise UserError(f"{location}: column {column!r} must be {wanted}, got {found}: fix the row")
     place = f"{location}: column {column!r}"
-    return with_ordered_results(place, [read_message(place, message) for message in value])
+    return with_ordered_results(place, [read_message(place, message, with_images=True) for message in value])
 
 
 def _completed(location: str, row: Row, *answers: tuple[str, Any]) -> tuple[list[Message], list[list[Message]]]:
@@ -604,7 +643,8 @@ def _is_same(first: Message, second: Message) -> bool:
         texts = [" ".join(text.split()) for text in texts]
     calls = [[call["function"] for call in message.get("tool_calls", ())] for message in (first, second)]
     thoughts = [[message.get(key) for key in REASONING_KEYS] for message in (first, second)]
-    return texts[0] == texts[1] and calls[0] == calls[1] and thoughts[0] == thoughts[1]
+    images = [message.get(IMAGES_KEY) for message in (first, second)]
+    return all(pair[0] == pair[1] for pair in (texts, calls, thoughts, images))
 
 
 def shared_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:

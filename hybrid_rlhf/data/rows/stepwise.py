@@ -20,6 +20,7 @@ from hybrid_rlhf.data.chat.conversation import completion_parts, continuation
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.chat.template import token_ids
 from hybrid_rlhf.data.chat.unrendered import unrendered
+from hybrid_rlhf.data.images.expansion import NO_IMAGES, ImageRules, RowImages, is_whole, stored_columns
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_stepwise_row
 from hybrid_rlhf.runtime.observability.logs import shortened
@@ -42,7 +43,13 @@ class StepwiseTokens:
 
 
 def encode_stepwise_row(
-    location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int, *, separator: str
+    location: str,
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    *,
+    separator: str,
+    images: ImageRules = NO_IMAGES,
 ) -> list[dict[str, Any]]:
     """Columns `responses` (one, with its prompt), `masks`, `ends` (indices of the tokens that end a step), `labels`.
 
@@ -51,14 +58,15 @@ def encode_stepwise_row(
     Raises:
         UserError: if the tokenizer or the chat template does not show where steps end.
     """
-    record = read_stepwise_row(location, row)
+    record = read_stepwise_row(location, row, refusal=images.refusal)
+    given = images.read(location, record.images)
     if any(separator in step for step in record.steps):
         raise UserError(
             f"{location}: a step must not contain objective.step_separator {separator!r}, which would divide it in "
             "two: set another separator"
         )
     try:
-        tokens = _encode(record.prompt, record.steps, tokenizer, separator, record.tools)
+        tokens = _encode(record.prompt, record.steps, tokenizer, separator, record.tools, given)
         if tokens.overlap is not None:
             raise UserError(
                 f"objective.step_separator must separate tokens of different steps, with {separator!r} a token spans "
@@ -79,10 +87,10 @@ def encode_stepwise_row(
         "tokens": len(ids),
         "full_length": full_length,
         "cut": full_length > limit,
-        "usable": bool(ends),
+        "usable": bool(ends) and is_whole(tokens.input_ids, ids, given),
         "ignored": json.dumps(unrendered(record.prompt, tokenizer, record.tools, learn_from=len(record.prompt))),
     }
-    return [columns]
+    return [columns | stored_columns(given)]
 
 
 def encode_steps(
@@ -91,6 +99,7 @@ def encode_steps(
     tokenizer: PreTrainedTokenizerBase,
     separator: str,
     tools: Tools | None = None,
+    images: RowImages | None = None,
 ) -> StepwiseTokens:
     """Tokenise any completion and split it at separators; blank parts are not steps.
 
@@ -98,7 +107,7 @@ def encode_steps(
         UserError: if the tokenizer or the chat template does not show where steps end.
     """
     steps = completion.split(separator)
-    tokens = _encode(prompt, steps, tokenizer, separator, tools)
+    tokens = _encode(prompt, steps, tokenizer, separator, tools, images)
     shown = [end for step, end in zip(steps, tokens.ends, strict=True) if step.strip()]
     return StepwiseTokens(tokens.input_ids, [*shown[:-1], tokens.ends[-1]], tokens.first)
 
@@ -109,6 +118,7 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase,
     separator: str,
     tools: Tools | None,
+    images: RowImages | None,
 ) -> StepwiseTokens:
     if not tokenizer.is_fast:
         raise UserError(
@@ -117,6 +127,8 @@ def _encode(
         )
     completion = separator.join(steps)
     before, generated = completion_parts(prompt, {"role": "assistant", "content": completion}, tokenizer, tools=tools)
+    if images is not None:
+        before, generated = images.expanded([before, generated])
     start = generated.find(completion)
     if start < 0:
         raise UserError(
@@ -126,6 +138,8 @@ def _encode(
     ids = token_ids(before, tokenizer)
     first = len(ids)
     tokens, ranges = continuation(before, generated, tokenizer)
+    if images is not None:
+        images.require_no_others([*ids, *tokens], len(images.references), tokenizer)
     offsets = [*[(0, 0)] * first, *ranges]
     ends = []
     overlap = None
