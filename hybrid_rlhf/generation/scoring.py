@@ -22,11 +22,12 @@ from hybrid_rlhf.generation.architecture.hugging_face import SCORE_HEAD
 from hybrid_rlhf.generation.model.attention import Attention, Chunks
 from hybrid_rlhf.generation.model.cache import CacheLayout, blocks_of
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.model.images import EncodedPrompt, image_tokens, rotated_positions
+from hybrid_rlhf.generation.model.images import image_tokens, rotated_positions, two_way_spans
 from hybrid_rlhf.generation.ops.sampling import gather_vocabulary
 from hybrid_rlhf.generation.sampling import PromptLogprobs
 from hybrid_rlhf.generation.weights.inference_weights import DescribedModel
 from hybrid_rlhf.models.policy import scatter_tokens
+from hybrid_rlhf.models.vision import EncodedImages
 
 
 class InferenceScorer:
@@ -37,7 +38,7 @@ class InferenceScorer:
 
     @torch.no_grad()
     def __call__(
-        self, input_ids: Tensor, attention_mask: Tensor, images: Sequence[EncodedPrompt | None] = ()
+        self, input_ids: Tensor, attention_mask: Tensor, images: Sequence[EncodedImages | None] = ()
     ) -> Tensor:
         """Return the output of the head [B, T] after each real token, as Scorer. `images`: of each row, with places
         among its real tokens; empty: there are none."""
@@ -49,7 +50,7 @@ class InferenceScorer:
 
 @torch.no_grad()
 def prompt_logprobs(
-    decoder: Decoder, tokens: Sequence[int], adapter: int, top: int, images: EncodedPrompt | None = None
+    decoder: Decoder, tokens: Sequence[int], adapter: int, top: int, images: EncodedImages | None = None
 ) -> PromptLogprobs:
     """Return the log-probs of a prompt's tokens but the first, with the `top` most likely tokens."""
     ids = torch.tensor([tokens])
@@ -71,7 +72,7 @@ def whole_hidden(
     input_ids: Tensor,
     real: Tensor,
     adapter: int = 0,
-    images: Sequence[EncodedPrompt | None] = (),
+    images: Sequence[EncodedImages | None] = (),
 ) -> Tensor:
     """Return the last hidden states [N, H] of the real tokens of [B, T], which are on the host, row by row, before the
     final norm. `images` are as in `InferenceScorer`."""
@@ -102,7 +103,7 @@ def whole_hidden(
             [0] * len(lengths),
             lengths,
             slots,
-            [() if image is None else image.spans_in(0, length) for image, _, length in parts],
+            two_way_spans(parts),
         ),
         adapters=torch.full_like(tokens, adapter) if adapter else None,
         rotated=rotated_positions(parts, device) if decoder.architecture.has_axes else None,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,24 +14,35 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.functional.logprobs import agreement
-from hybrid_rlhf.generation import Completion, SamplingParams
+from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching import capacity, continuous, workspace
 from hybrid_rlhf.generation.batching.images import EncodedPrompts, PromptImages
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, page_bytes
-from hybrid_rlhf.generation.model.images import EncodedPrompt
 from hybrid_rlhf.generation.open_batch import PromptBatch
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.generation.scoring import whole_hidden
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE, probe_logprobs
 from hybrid_rlhf.models.structure import language_model_of, text_model_of
-from tests.generation.encoded import prompt_images
+from hybrid_rlhf.models.vision import EncodedImages, ImageEncoder, RowImage
+from hybrid_rlhf.runtime.world import World
 from tests.support.errors import user_error
 from tests.support.generation import Steps, engine_of, token_ids_of
 from tests.support.marks import faults
-from tests.support.vision import FAMILIES, build_vision, chat_ids, model_arguments, picture, vision_processor
+from tests.support.ranks import run_ranks
+from tests.support.vision import (
+    FAMILIES,
+    build_vision,
+    chat_ids,
+    model_arguments,
+    picture,
+    row_images,
+    vision_folder,
+    vision_processor,
+)
 
 Content = Sequence[str | Image.Image]
+Change = Callable[[EncodedImages], EncodedImages]
 CONTENTS: list[Content] = [
     [picture(1), "What colour?"],
     [picture(2), "What colour?"],
@@ -43,6 +55,14 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
 SAMPLED = SamplingParams(max_new_tokens=40, n=3, seed=7, ignore_eos=True)
 DEFAULT = ("gemma3", "qwen3_5", "qwen3_vl")
 """Two directions, recurrent layers, and positions with axes beside states added after layers."""
+
+
+def prompt_images(
+    encoder: ImageEncoder, ids: Sequence[int], row: Sequence[RowImage], change: Change = lambda encoded: encoded
+) -> PromptImages | None:
+    """The images of a prompt, changed when they are encoded; None without one."""
+    keys = [(image.key, image.tokens) for image in row]
+    return PromptImages.of(ids, encoder.token_id, keys, lambda: change(encoder.encode(row, ids))) if row else None
 
 
 @dataclass(frozen=True)
@@ -59,29 +79,24 @@ class Prompts:
     def of(family: str, contents: Sequence[Content] = CONTENTS, lm: PreTrainedModel | None = None) -> Prompts:
         return Prompts(lm or build_vision(family), family, contents, [])
 
-    @cached_property
+    @functools.cached_property
     def ids(self) -> list[list[int]]:
         return [chat_ids(self.family, content) for content in self.contents]
 
-    @cached_property
+    @functools.cached_property
     def pictures(self) -> list[list[Image.Image]]:
         return [[part for part in content if not isinstance(part, str)] for content in self.contents]
 
-    def images(
-        self, change: Callable[[EncodedPrompt], EncodedPrompt] = lambda encoded: encoded
-    ) -> list[PromptImages | None]:
+    def images(self, change: Change = lambda encoded: encoded) -> list[PromptImages | None]:
         """The images of each prompt, changed when they are encoded."""
 
-        def noted(index: int, encoded: EncodedPrompt) -> EncodedPrompt:
+        def noted(index: int, encoded: EncodedImages) -> EncodedImages:
             self.encoded.append(index)
             return change(encoded)
 
-        return [
-            prompt_images(self.lm, self.family, ids, pictures, change=lambda encoded, i=index: noted(i, encoded))
-            if pictures
-            else None
-            for index, (ids, pictures) in enumerate(zip(self.ids, self.pictures, strict=True))
-        ]
+        encoder = ImageEncoder(self.lm)
+        rows = [row_images(self.family, pictures) for pictures in self.pictures]
+        return [prompt_images(encoder, self.ids[i], row, functools.partial(noted, i)) for i, row in enumerate(rows)]
 
     def greedy(self, new_tokens: int = GREEDY.max_new_tokens) -> list[list[int]]:
         """Completions by transformers' `generate`."""
@@ -129,21 +144,25 @@ def test_completions_are_those_of_generate(family: str) -> None:
     assert prompts.difference(found) < 1e-5
 
 
-def without(name: str) -> Callable[[EncodedPrompt], EncodedPrompt]:
+def changed(encoded: EncodedImages, part: str) -> EncodedImages:
     """Encoded images without a part."""
-    empty = {"deep": (), "spans": (), "rotated": None, "offset": 0}
-    if name == "states":
-        return lambda encoded: replace(encoded, states=torch.zeros_like(encoded.states))
-    return lambda encoded: replace(encoded, **{name: empty[name]})
+    if part == "states":
+        return replace(encoded, states=torch.zeros_like(encoded.states))
+    if part == "offset":
+        encoded.positions[-1] = len(encoded.positions) - 1
+        return encoded
+    return replace(encoded, **{part: None if part == "positions" else ()})
 
 
 @pytest.mark.parametrize(
     ("family", "part"),
-    [("qwen3_vl", "deep"), ("qwen3_vl", "rotated"), ("qwen3_vl", "offset"), ("gemma3", "spans"), ("gemma3", "states")],
+    [*(("qwen3_vl", part) for part in ("deep", "positions", "offset", "states")), ("gemma3", "spans")],
 )
 def test_each_part_of_encoded_images_is_read(family: str, part: str) -> None:
     prompts = Prompts.of(family, CONTENTS[:3], build_vision(family, spread=3.0))
-    found = engine_of(prompts.lm).generate(prompts.ids, GREEDY, images=prompts.images(without(part)))
+    found = engine_of(prompts.lm).generate(
+        prompts.ids, GREEDY, images=prompts.images(lambda encoded: changed(encoded, part))
+    )
     assert prompts.difference(found) > 1e-2
 
 
@@ -226,10 +245,10 @@ def test_preempted_requests_encode_again_what_is_not_kept(
 
 def test_only_the_last_encoded_images_are_kept() -> None:
     """Within the bytes of two prompts."""
-    encoded = EncodedPrompt([0], torch.zeros(1, 8), (torch.zeros(1, 8),))
+    encoded = EncodedImages([0], torch.zeros(1, 8), (torch.zeros(1, 8),))
     calls = list[int]()
     images = [PromptImages([0], [-1 - i], lambda i=i: calls.append(i) or encoded) for i in range(3)]
-    kept = EncodedPrompts(2 * encoded.nbytes)
+    kept = EncodedPrompts(2 * 2 * encoded.states.nbytes)
     for index in (0, 1, 0, 2, 0, 1):
         kept.of(images[index])
     assert calls == [0, 1, 2, 1]
@@ -279,7 +298,8 @@ def test_images_of_an_open_batch() -> None:
 def test_probe_and_scoring_read_images(family: str) -> None:
     prompts = Prompts.of(family, CONTENTS[2:5])
     decoder = engine_of(prompts.lm).backend.decoder
-    encoded = [None if images is None else images.encode() for images in prompts.images()]
+    with torch.no_grad():
+        encoded = [None if images is None else images.encode() for images in prompts.images()]
     expected = prompts.logprobs(0)
     torch.testing.assert_close(probe_logprobs(decoder, prompts.ids[0], encoded[0]), expected, atol=1e-5, rtol=0)
     ids = torch.zeros(4, max(map(len, prompts.ids)), dtype=torch.long)  # a row has no token
@@ -291,6 +311,24 @@ def test_probe_and_scoring_read_images(family: str) -> None:
     for index, (logits, tokens) in enumerate(zip(rows, prompts.ids, strict=True)):
         found = selected(logits[:-1], tokens[1:])
         torch.testing.assert_close(found, prompts.logprobs(index), atol=1e-5, rtol=0)
+
+
+def tokens_of_rank(
+    world: World, family: str, folder: str, prompts: list[list[int]], rows: list[list[RowImage]]
+) -> list[list[int]]:
+    """Greedy completions of a model that the ranks share, with a tower on each."""
+    encoder = ImageEncoder(build_vision(family))
+    engine = GenerationEngine.from_pretrained(folder, dtype=torch.float32, group=world.group)
+    images = [prompt_images(encoder, ids, row) for ids, row in zip(prompts, rows, strict=True)]
+    return [one.token_ids for [one] in engine.generate(prompts, GREEDY, images=images)]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", faults("gemma3")])
+def test_ranks_that_share_a_model_read_images(family: str, tmp_path: Path) -> None:
+    prompts = Prompts.of(family, CONTENTS[:4])
+    rows = [row_images(family, pictures) for pictures in prompts.pictures]
+    found = run_ranks(tokens_of_rank, 2, tmp_path, family, str(vision_folder(family)), prompts.ids, rows)
+    assert found == [prompts.greedy()] * 2
 
 
 @pytest.mark.parametrize("backend", ["auto", "module"])

@@ -22,7 +22,6 @@ from hybrid_rlhf.generation.architecture.model_description import (
 )
 from hybrid_rlhf.generation.architecture.recurrence import KINDS
 from hybrid_rlhf.models.families import Family, family_of, head_convention
-from hybrid_rlhf.models.families.vision import banned_ids
 from hybrid_rlhf.models.lora import plain_name
 from hybrid_rlhf.models.structure import language_model_of, text_model_of
 
@@ -48,7 +47,7 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
         if holds(config):
             raise NotDescribed(reason)
     settings = family.settings(config) | recurrent_fields(lm, family)
-    head = head_convention(config)
+    head = head_convention(lm.config)
     heads, kv_heads, head_dim = attention_sizes(config, settings)
     common: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -66,7 +65,7 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
         "logit_scale": head.scale,
         "max_positions": _position_limit(config),
         "trained_positions": trained_positions(config),
-        "banned_ids": banned_ids(lm.config),
+        "banned_ids": head.banned,
     }
     settings |= _experts(lm, family)
     if "latent" in settings:

@@ -38,9 +38,10 @@ from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Requ
 from hybrid_rlhf.generation.batching.workspace import Fetch, Masks, Prompts, Workspace
 from hybrid_rlhf.generation.model.attention import Chunks
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, blocks_of
-from hybrid_rlhf.generation.model.images import EncodedPrompt, image_tokens, rotated_positions
+from hybrid_rlhf.generation.model.images import image_tokens, rotated_positions, two_way_spans
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
 from hybrid_rlhf.generation.transfers import to_device
+from hybrid_rlhf.models.vision import EncodedImages
 
 _SPLIT_STEPS = 64
 """Number of steps after which their results are split among the requests."""
@@ -63,7 +64,7 @@ class LiveRow:
     """Numbers of prompt tokens after which the states are saved."""
     samples: list[LiveRow] = field(default_factory=list)
     """Further samples of the prompt, which enter together with this one."""
-    images: EncodedPrompt | None = None
+    images: EncodedImages | None = None
     """Images of the prompt until it is computed; none: it has none that are not cached."""
 
     def next_chunk(self, budget: int) -> int:
@@ -71,8 +72,8 @@ class LiveRow:
         tokens attend to each other in both directions, which a chunk never ends in."""
         stop = next((stop for stop in self.stops if stop > self.computed), self.request.tokens)
         end = min(self.computed + max(0, budget), stop)
-        if self.images is not None and end > self.computed:
-            for first, after in self.images.spans_in(end - 1, end):
+        if end > self.computed:
+            for first, after in two_way_spans([(self.images, end - 1, end)])[0]:
                 if after > end:
                     end = first if first > self.computed else after
         return end - self.computed
@@ -603,7 +604,7 @@ def _prompts_of(
             [start for _, start, _ in chunks],
             [length for _, _, length in chunks],
             to_device([row.slot for row, _, _ in chunks], device),
-            [() if images is None else images.spans_in(start, end) for images, start, end in parts],
+            two_way_spans(parts),
         ),
         to_device(tokens, device),
         to_device(positions, device),

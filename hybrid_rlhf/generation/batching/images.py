@@ -10,12 +10,14 @@ The prefix tree compares images by their content: equal prompts with different p
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from hybrid_rlhf.generation.model.images import EncodedPrompt
+from hybrid_rlhf.generation.model.images import position_offset
+from hybrid_rlhf.models.vision import EncodedImages
 
 ENCODED_BYTES = 2**28
 """Maximum bytes of the states of images that are kept after their prompts."""
@@ -28,13 +30,32 @@ class PromptImages:
     places: Sequence[int]
     """Index of each image token in the prompt, ascending."""
     keys: Sequence[int]
-    """For each image token the key of its image: a negative number of 128 bits, from a digest of what the tower
-    reads."""
-    encode: Callable[[], EncodedPrompt]
+    """For each image token the key of its image: negative, so that it is no token id."""
+    encode: Callable[[], EncodedImages]
     """Runs the tower, on the thread that decodes. The result must depend on `places` and `keys` alone while the weights
     of the tower do not change."""
     offset: int = 0
-    """As in EncodedPrompt, from the time when a request of the prompt has entered."""
+    """Difference of position of rotation and index after the prompt, from the time when a request of it has entered."""
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Sequence[int],
+        image_token_id: int,
+        images: Iterable[tuple[int, int]],
+        encode: Callable[[], EncodedImages],
+    ) -> Self:
+        """Find the image tokens of a prompt.
+
+        Args:
+            prompt: its token ids.
+            image_token_id: the id that carries a state.
+            images: for each image its key, of at most 128 bits from a digest of what the tower reads, and its number of
+                tokens (`RowImage`).
+            encode: as above.
+        """
+        places = [place for place, token in enumerate(prompt) if token == image_token_id]
+        return cls(places, [-1 - key % 2**128 for key, tokens in images for _ in range(tokens)], encode)
 
     def keyed(self, token_ids: Sequence[int]) -> list[int]:
         """Return the token ids of a sequence that begins with the prompt, with the keys in place of the ids of image
@@ -51,10 +72,10 @@ class EncodedPrompts:
     def __init__(self, most_bytes: int = ENCODED_BYTES) -> None:
         """Begin empty; `most_bytes`: maximum bytes of the states that are kept."""
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], EncodedPrompt] = OrderedDict()
+        self._kept: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], EncodedImages] = OrderedDict()
         """Least recently used first."""
 
-    def of(self, images: PromptImages) -> EncodedPrompt:
+    def of(self, images: PromptImages) -> EncodedImages:
         """Return the encoded images of a prompt, and set their offset."""
         name = tuple(images.places), tuple(images.keys)
         encoded = self._kept.pop(name, None)
@@ -62,12 +83,16 @@ class EncodedPrompts:
             # a training forward may read the tower's states too, which it cannot if they are inference tensors
             with torch.inference_mode(mode=False), torch.no_grad():
                 encoded = images.encode()
-        images.offset = encoded.offset
+        images.offset = position_offset(encoded)
         self._kept[name] = encoded
-        while sum(kept.nbytes for kept in self._kept.values()) > self._most_bytes:
+        while sum(map(_state_bytes, self._kept.values())) > self._most_bytes:
             self._kept.popitem(last=False)
         return encoded
 
     def clear(self) -> None:
         """Forget all images, as after a change of the weights."""
         self._kept.clear()
+
+
+def _state_bytes(images: EncodedImages) -> int:
+    return sum(part.nbytes for part in (images.states, *images.deep))

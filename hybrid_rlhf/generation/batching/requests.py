@@ -319,7 +319,7 @@ class RequestMaker:
                 "images need inference weights of a model that reads them, got other weights: leave them out"
             )
         placeholders = sum(list(prompt).count(token) for token in self.banned_ids)
-        given = 0 if images is None else len(images.places)
+        given = 0 if images is None else len(images.keys)
         if placeholders != given:
             raise UserError(
                 f"a prompt has one placeholder per token of its images, prompt {index} has {placeholders} for {given}: "

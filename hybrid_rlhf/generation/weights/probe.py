@@ -16,9 +16,10 @@ from hybrid_rlhf.functional.logprobs import LogprobAgreement, agreement, token_l
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.cache import CacheLayout
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.model.images import EncodedPrompt, image_tokens, rotated_positions
+from hybrid_rlhf.generation.model.images import image_tokens, rotated_positions, two_way_spans
 from hybrid_rlhf.generation.ops.sampling import gather_vocabulary
 from hybrid_rlhf.models.head_check import probe_tokens
+from hybrid_rlhf.models.vision import EncodedImages
 
 LOW_PRECISION_TOLERANCE = 0.1
 """Allowed mean difference of the probe's log-probs in bfloat16 and float16, in nats; more if logits are large."""
@@ -28,14 +29,14 @@ PROBE_DECODED = 2
 """Number of tokens of the probe that are decoded one by one; each reads all weights, so there are few."""
 
 
-def probe_logprobs(decoder: Decoder, tokens: Sequence[int], images: EncodedPrompt | None = None) -> Tensor:
+def probe_logprobs(decoder: Decoder, tokens: Sequence[int], images: EncodedImages | None = None) -> Tensor:
     """Return the log-probs [P - 1] float32 of all P tokens except the first, computed as `probe_logits`."""
     logits = probe_logits(decoder, tokens, images)
     return token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device))
 
 
 @torch.inference_mode()
-def probe_logits(decoder: Decoder, tokens: Sequence[int], images: EncodedPrompt | None = None) -> Tensor:
+def probe_logits(decoder: Decoder, tokens: Sequence[int], images: EncodedImages | None = None) -> Tensor:
     """Return logits [P - 1, V] float32 after all tokens but the last: first ones by prefill, the others, which are no
     image tokens, token by token."""
     hidden = _Probe(decoder, tokens, images).run(len(tokens) - 1)
@@ -51,7 +52,7 @@ def probe_routes(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 
 
 @torch.inference_mode()
-def probe_hidden(decoder: Decoder, tokens: Sequence[int], images: EncodedPrompt | None = None) -> list[Tensor]:
+def probe_hidden(decoder: Decoder, tokens: Sequence[int], images: EncodedImages | None = None) -> list[Tensor]:
     """Return the hidden states [P, H] before the first layer and after each layer, by one prefill."""
     observed: list[Tensor] = []
     _Probe(decoder, tokens, images).prefill(len(tokens), observe=observed.append)
@@ -65,7 +66,7 @@ class _Probe:
         self,
         decoder: Decoder,
         tokens: Sequence[int],
-        images: EncodedPrompt | None = None,
+        images: EncodedImages | None = None,
         *,
         records_routes: bool = False,
     ) -> None:
@@ -90,8 +91,8 @@ class _Probe:
 
     def prefill(self, tokens: int, *, observe: Callable[[Tensor], None] | None = None) -> Tensor:
         """Return the hidden states [tokens, H] of the first tokens."""
-        spans = () if self._images is None else self._images.spans_in(0, tokens)
-        chunks = Chunks(self.pages, [0], [tokens], self._places[:1], [spans])
+        spans = two_way_spans([(self._images, 0, tokens)])
+        chunks = Chunks(self.pages, [0], [tokens], self._places[:1], spans)
         return self._hidden(slice(0, tokens), None, chunks, observe)
 
     def _decode(self, place: int) -> Tensor:
