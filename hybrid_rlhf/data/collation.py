@@ -18,7 +18,6 @@ from hybrid_rlhf.data.images.references import ImageReference, tokenised_images
 from hybrid_rlhf.data.packing import row_sequences
 from hybrid_rlhf.functional.transfers import moved
 
-
 _OF_MODELS = ("input_ids", "attention_mask", "images")
 """What models read of a batch."""
 

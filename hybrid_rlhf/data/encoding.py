@@ -135,13 +135,15 @@ def _encode_completions(
     """Truncate the shared prompt after its head (BOS and the system turn), so that completions stay complete; truncate
     a completion that exceeds the limit by itself on the right. Without completions, as in a tie, a row is unusable.
 
-    With images, `image_order` has the indices of those of each completion's sequence, in their order.
+    With images, `image_order` has the indices of those of each completion's sequence, in their order, and
+    `prompt_images` the number of the prompt's, which are its first.
     """
     prompt, tools = record.prompt, record.tools
     given = images.read(location, [*chain.from_iterable(record.images)])
     if not record.completions:
         empty = {"responses": [], "masks": [], "length": 0, "full_length": 0, "tokens": 0, "padded_tokens": 0}
-        return {**empty, "cut": False, "usable": False, "ignored": "[]", **stored_columns(given, order=[])}
+        empty |= {"cut": False, "usable": False, "ignored": "[]"}
+        return empty | stored_columns(given, order=[])
     asked, *ends = accumulate(map(len, record.images))
     order = [[*range(asked), *range(*edges)] for edges in pairwise([asked, *ends])]
     shown = [given and given.some(indices) for indices in order]
@@ -189,7 +191,7 @@ def _encode_completions(
         "ignored": json.dumps(
             [*chain.from_iterable(ignored), *(EARLIER_TURNS for of_completion in rows if len(of_completion) > 1)]
         ),
-        **stored_columns(given, order=order),
+        **stored_columns(given, order=order, of_prompt=asked),
     }
 
 

@@ -82,6 +82,16 @@ class TokenizedData:
     score_buckets: ScoreBuckets | None = None
     """The score buckets of conditional SFT."""
 
+    @property
+    def has_images(self) -> bool:
+        """True if a row has an image."""
+        parts = (rows for rows in (self.train, self.held_out) if "images" in rows.column_names)
+        return any(
+            batch["images"].null_count < len(batch)
+            for rows in parts
+            for batch in rows.select_columns(["images"]).with_format("arrow").iter(10_000)
+        )
+
 
 def load_sft_data(
     config: RowDataConfig,

@@ -11,12 +11,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.generation.batching.images import PromptImages
-from hybrid_rlhf.generation.model.images import EncodedPrompt
 from hybrid_rlhf.models.pretrained.processors import ImageProcessor
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.models.vision import ImageEncoder, Images, RowImage
@@ -71,11 +69,11 @@ class ImageLoader:
         if not references:
             return None
         images = [self.row_image(reference) for reference in references]
-        token = self._processor.image_token_id
-        return PromptImages(
-            [place for place, token_id in enumerate(input_ids) if token_id == token],
-            [-1 - image.key for image in images for _ in range(image.tokens)],
-            functools.partial(_encoded, encoder, images, list(input_ids)),
+        return PromptImages.of(
+            input_ids,
+            self._processor.image_token_id,
+            [(image.key, image.tokens) for image in images],
+            functools.partial(encoder.encode, images, list(input_ids)),
         )
 
     def _load(self, reference: ImageReference) -> dict[str, Tensor]:
@@ -91,13 +89,6 @@ class ImageLoader:
             while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
                 self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
         return arguments
-
-
-@torch.no_grad()
-def _encoded(encoder: ImageEncoder, images: Sequence[RowImage], input_ids: list[int]) -> EncodedPrompt:
-    found = encoder.encode(images, input_ids)
-    offset = 0 if found.positions is None else int(found.positions.max()) + 1 - len(input_ids)
-    return EncodedPrompt(found.places, found.states, found.deep, found.positions, offset, found.spans)
 
 
 def _bytes_of(arguments: dict[str, Tensor]) -> int:

@@ -129,7 +129,7 @@ def is_whole(input_ids: list[int], kept: list[int], images: RowImages | None) ->
 
 
 def stored_columns(
-    images: RowImages | None, count: int | None = None, *, order: list[list[int]] | None = None
+    images: RowImages | None, count: int | None = None, *, order: list[list[int]] | None = None, of_prompt: int = 0
 ) -> dict[str, Any]:
     """The columns of a row of tokens that describe its images; none for a model that reads no images.
 
@@ -137,11 +137,14 @@ def stored_columns(
         images: those of the row.
         count: number of the first images to which the row is limited.
         order: for each completion, the indices of its images.
+        of_prompt: number of the first images that all completions have.
     """
     if images is None:
         return {}
-    stored = stored_images(images.references[:count])
-    return {"images": stored} | ({} if order is None else {"image_order": order if stored else None})
+    stored = {"images": stored_images(images.references[:count])}
+    if order is None:
+        return stored
+    return stored | {"image_order": order if stored["images"] else None, "prompt_images": of_prompt}
 
 
 def _folder(location: str) -> Path | None:
