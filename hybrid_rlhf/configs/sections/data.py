@@ -58,6 +58,8 @@ class DataConfig(Settings):
     system message."""
     cache_dir: str | None = advanced(None, mutable=True)
     """Folder for tokenized rows; null: ~/.cache/hybrid_rlhf."""
+    max_image_pixels: Count = advanced(2**20)
+    """Width times height to which larger images are scaled down, before the model's processor scales them."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template and is saved with the model; null: the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = advanced({})
