@@ -24,6 +24,8 @@ from hybrid_rlhf.data.encoding import (
 )
 from hybrid_rlhf.data.images.expansion import ImageRules
 from hybrid_rlhf.data.images.references import tokenised_images
+from hybrid_rlhf.data.preparation.checking import check_source
+from hybrid_rlhf.data.rows.files import json_line
 from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
 from hybrid_rlhf.models.families.vision import images_refused
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
@@ -299,3 +301,44 @@ def test_tokenised_data(folder: Path, write_jsonl: Callable[..., Path]) -> None:
     (folder / "1.png").unlink()
     with user_error("rows.jsonl:3: an image must be a file in the folder of its rows, .*1.png does not exist"):
         load("sft", with_images, images=rules())
+
+
+def test_a_check_shows_sizes_and_names_bad_files(folder: Path, write_jsonl: Callable[..., Path]) -> None:
+    (folder / "cut.png").write_bytes((folder / "2.png").read_bytes()[:60])
+    asked = [
+        {"prompt": "<image>q<image>", "completion": "a", "images": ["0.png", name]} for name in ("1.png", "cut.png")
+    ]
+    file = str(write_jsonl([*asked, asked[0] | {"images": ["1.png", "0.png"]}, asked[0]]))
+    report = check_source(file, tokenizer=tokenizer(), images=rules(), previews=1)
+    (preview,) = report.previews
+    counts = [len(vision_processor("qwen2_5_vl").expansion(width, 32)) for width in (40, 56)]
+    assert "".join(text for text, _ in preview.spans).startswith(
+        f"<|im_start|>user\n<|vision_start|>[image 40x32: {counts[0]} tokens]<|vision_end|>q"
+        f"<|vision_start|>[image 56x32: {counts[1]} tokens]<|vision_end|><|im_end|>"
+    )
+    assert preview.tokens > sum(counts)
+    (problem,) = report.problems.texts
+    assert (
+        problem.startswith(f"{file}:2: an image must be a complete PNG") and "cut.png is damaged or cut off" in problem
+    )
+    assert report.duplicates.texts == [f"{file}:4 repeats {file}:1"]
+    only_read = check_source(file, images=ImageRules(), eval_sources=[file])
+    assert only_read.problems.texts[0] == problem
+    assert only_read.overlap.texts == [
+        f"{file}:{line} has the prompt of {file}:{first}" for line, first in ((1, 1), (3, 3), (4, 1))
+    ]
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b", "images": ["0.png"]}
+    report = check_source(str(write_jsonl([pair])), tokenizer=tokenizer(), images=rules())
+    assert [preview.spans[0][0].count("[image 40x32: ") for preview in report.previews] == [1, 1]
+    refusal = str(images_refused(tiny_model().config))
+    report = check_source(str(write_jsonl([pair])), tokenizer=tokenizer(), images=ImageRules(refusal=refusal))
+    assert "docs/models.md lists, or remove its images" in report.problems.texts[0]
+
+
+def test_images_of_rows_from_python_are_written_as_data_uris(folder: Path) -> None:
+    image = Image.open(folder / "0.png")
+    for given in (image, (folder / "0.png").read_bytes(), {"bytes": (folder / "0.png").read_bytes()}):
+        row = json.loads(json_line({"prompt": "q", "images": [given]}))
+        (encoded,) = encode_prompt_row("f:1", row, tokenizer(), 999, images=rules())
+        (read,) = tokenised_images(encoded)
+        assert read.image().tobytes() == image.tobytes()

@@ -101,6 +101,14 @@ def rows(name: str, data: bytes) -> None:
         assert prompts is None or (prompts[0]["input_ids"] and prompts[0]["columns"].encode())
 
 
+def image(data: bytes) -> None:
+    """An image that is accepted is small, in RGB, and reads alike again."""
+    from hybrid_rlhf.data.images.references import read_reference
+
+    read = refused(partial(read_reference, data, "image 1", folder=None, max_pixels=4096))
+    assert read is None or (read.width * read.height <= 4096 and read.image().mode == "RGB")
+
+
 def safetensors_header(data: bytes) -> None:
     """A file of weights with such a header, its length before it and a few bytes after it."""
     loaded("model.safetensors", len(data).to_bytes(8, "little") + data + b"\0" * 64)
@@ -171,6 +179,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "parquet": partial(rows, "rows.parquet"),
     "deepspeed_json": deepspeed_json,
     "manifest": manifest,
+    "image": image,
     "safetensors_header": safetensors_header,
     "safetensors": partial(loaded, "model.safetensors"),
     "config_json": partial(loaded, "config.json"),
@@ -216,6 +225,13 @@ def seeds(name: str) -> list[bytes]:
         return [bytes([place]) + seed for place, target in enumerate(TARGETS) for seed in seeds(target)]
     if name in SEEDS:
         return [seed.encode() for seed in SEEDS[name]]
+    if name == "image":
+        from tests.support.vision import picture
+
+        kinds = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+        for kind in kinds:
+            picture(1, (12, 10)).save(folder() / f"seed.{kind}", kind)
+        return [(folder() / f"seed.{kind}").read_bytes() for kind in kinds]
     file = model()[0] / {"safetensors": "model.safetensors"}.get(name, f"{name.removesuffix('_json')}.json")
     if name == "parquet":
         import datasets

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
+    from hybrid_rlhf.data.images.expansion import ImageRules
     from hybrid_rlhf.data.preparation.checking import CheckReport, RowPreview
 
 _SHOWN_CHARACTERS = 600
@@ -23,8 +24,12 @@ _BAR = 40
 @command(CheckConfig, positional="path")
 def main(config: CheckConfig) -> None:
     """Check a source; exit code 1 if there is something to correct."""
-    tokenizer = None if config.tokenizer is None else _tokenizer(config, config.tokenizer)
+    from hybrid_rlhf.data.images.expansion import ImageRules
     from hybrid_rlhf.data.preparation.checking import check_source
+
+    tokenizer, images = None, ImageRules(max_pixels=config.max_image_pixels)
+    if config.tokenizer is not None:
+        tokenizer, images = _tokenizer(config, config.tokenizer)
 
     report = check_source(
         config.path,
@@ -33,23 +38,31 @@ def main(config: CheckConfig) -> None:
         limit=config.max_length,
         previews=config.preview,
         eval_sources=config.eval_sources,
+        images=images,
     )
     print_result(_document(report), _text(report, has_tokenizer=tokenizer is not None))
     if not report.is_clean:
         sys.exit(1)
 
 
-def _tokenizer(config: CheckConfig, model: str) -> PreTrainedTokenizerBase:
+def _tokenizer(config: CheckConfig, model: str) -> tuple[PreTrainedTokenizerBase, ImageRules]:
+    """The tokenizer of a model, and what becomes of images."""
+    from hybrid_rlhf.data.images.expansion import ImageRules
+    from hybrid_rlhf.models.families.vision import images_refused
+    from hybrid_rlhf.models.pretrained.folders import load_config
+    from hybrid_rlhf.models.pretrained.processors import ImageProcessor
     from hybrid_rlhf.models.pretrained.sources import resolve_model
     from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
     from hybrid_rlhf.runtime.world import default_device, solo_world
 
-    return load_tokenizer(
-        resolve_model(model, world=solo_world(default_device())),
-        trust_remote_code=config.trust_remote_code,
-        chat_template=config.chat_template,
-        chat_template_kwargs=config.chat_template_kwargs,
+    path = resolve_model(model, world=solo_world(default_device()))
+    trusted = {"trust_remote_code": config.trust_remote_code}
+    tokenizer = load_tokenizer(
+        path, chat_template=config.chat_template, chat_template_kwargs=config.chat_template_kwargs, **trusted
     )
+    refusal = images_refused(load_config(path, **trusted)) or ""
+    layout = ImageProcessor.find(path, tokenizer, **trusted)
+    return tokenizer, ImageRules(layout, refusal, config.max_image_pixels)
 
 
 def _document(report: CheckReport) -> dict[str, Any]:

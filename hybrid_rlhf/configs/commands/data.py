@@ -69,6 +69,8 @@ class CheckConfig(_SourceConfig):
     """Jinja file that replaces the tokenizer's chat template; null: the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = advanced({})
     """Variables of the chat template, such as {enable_thinking: false}."""
+    max_image_pixels: Count = advanced(2**20)
+    """Width times height to which larger images are scaled down."""
 
     def _check(self) -> None:
         require_template_variables(self.chat_template_kwargs)

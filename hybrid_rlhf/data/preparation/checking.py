@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -31,11 +32,15 @@ from hybrid_rlhf.data.encoding import (
     encode_sft_row,
     require_rendered,
 )
+from hybrid_rlhf.data.images.expansion import NO_IMAGES, ImageLayout, ImageRules
+from hybrid_rlhf.data.images.references import ImageReference, tokenised_images
 from hybrid_rlhf.data.preparation.splitting import prompt_key
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import (
     FORMS,
     STEPS,
+    LabelledRow,
+    PreferenceRow,
     form_of,
     is_tie,
     mixed_forms_text,
@@ -47,14 +52,15 @@ from hybrid_rlhf.data.rows.formats import (
     read_stepwise_row,
     unreadable_row_error,
 )
+from hybrid_rlhf.data.rows.placing import IMAGE_COLUMNS
 from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.published import published_format
 from hybrid_rlhf.data.rows.sources import open_source
 from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
-Read = Callable[[str, Row], Any]
-
+Read = Callable[..., Any]
+"""From the location of a row and the row; `refusal`, by name, says why it may have no images."""
 
 _ANSWER = re.compile(
     r"(\w+_)?(responses?|outputs?|completions?|chosen|rejected|preferred|generations?)(_?\w+)?|kto_tag"
@@ -130,6 +136,7 @@ def check_source(
     limit: int | None = None,
     previews: int = 3,
     eval_sources: Sequence[str] = (),
+    images: ImageRules = NO_IMAGES,
 ) -> CheckReport:
     """Read all rows of a source as a step does.
 
@@ -140,6 +147,7 @@ def check_source(
         limit: longest row, or prompt for RL, in tokens; None: the step's default.
         previews: number of rows to show.
         eval_sources: held-out rows, whose prompts are compared with those of the source.
+        images: what becomes of images; without the layout of a model, and without a tokenizer, they are only read.
 
     Raises:
         UserError: if the source cannot be opened, or its step cannot be guessed.
@@ -161,13 +169,13 @@ def check_source(
         report.rows += 1
         report.columns.update(row.keys())
         with problems.collected():
-            form = _check_row(report, location, row, tokenizer, previews)
-            read = {name: row[name] for name in (*form, "tools") if name in row}
+            form = _check_row(report, location, row, tokenizer, previews, images)
+            read = {name: row[name] for name in (*form, "tools", *IMAGE_COLUMNS) if name in row}
             earlier = seen.setdefault(_digest(read), location)
             if earlier != location:
                 report.duplicates.add(UserError(f"{location} repeats {earlier}"))
             if eval_sources:
-                prompts.setdefault(_digest(prompt_key(location, row)), location)
+                prompts.setdefault(_digest(prompt_key(location, row, images.refusal)), location)
     if not report.rows and not problems.count:
         found = f"{path} has only ties" if report.ties else f"{path} is empty"
         raise UserError(f"a data source must have rows, {found}: check the path")
@@ -179,7 +187,7 @@ def check_source(
             earlier_turns_text(report.unrendered) * (report.task != "reward"),
         ]
         report.notes += filter(None, notes)
-        _find_overlap(report, prompts, eval_sources)
+        _find_overlap(report, prompts, eval_sources, images)
     return report
 
 
@@ -215,11 +223,13 @@ def _readers(task: CheckedTask, form: tuple[str, ...]) -> tuple[Read, Encode]:
     return _READERS["labelled" if "label" in form else "steps" if form == STEPS else "pairs"]
 
 
-def _find_overlap(report: CheckReport, prompts: Mapping[bytes, str], eval_sources: Sequence[str]) -> None:
+def _find_overlap(
+    report: CheckReport, prompts: Mapping[bytes, str], eval_sources: Sequence[str], images: ImageRules
+) -> None:
     """Report the held-out rows whose prompt occurs in the source, with the locations of both."""
     for source in eval_sources:
         for location, row in open_source(source):
-            earlier = prompts.get(_digest(prompt_key(location, row)))
+            earlier = prompts.get(_digest(prompt_key(location, row, images.refusal)))
             if earlier is not None:
                 report.overlap.add(UserError(f"{location} has the prompt of {earlier}"))
 
@@ -230,16 +240,23 @@ def _digest(content: Any) -> bytes:
 
 
 def _check_row(
-    report: CheckReport, location: str, row: Row, tokenizer: PreTrainedTokenizerBase | None, previews: int
+    report: CheckReport,
+    location: str,
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase | None,
+    previews: int,
+    images: ImageRules,
 ) -> tuple[str, ...]:
     form = form_of(report.task, row)
     if form is None:
         raise unreadable_row_error(location, row, [" + ".join(form) for form in FORMS[report.task]])
     read, encode = _readers(report.task, form)
     if tokenizer is None:
-        read(location, row)
+        record = read(location, row, refusal=images.refusal)
+        has_groups = isinstance(record, (PreferenceRow, LabelledRow))
+        images.references(location, [*chain.from_iterable(record.images)] if has_groups else record.images)
     else:
-        encoded = encode(location, row, tokenizer, report.limit)
+        encoded = encode(location, row, tokenizer, report.limit, images=images)
         for encoded_row in encoded:
             require_rendered(location, row, encoded_row["ignored"])
         report.lengths += [encoded_row["full_length"] for encoded_row in encoded]
@@ -248,7 +265,7 @@ def _check_row(
         report.unrendered.update(key for encoded_row in encoded for key in json.loads(encoded_row["ignored"]))
         if report.rows <= previews:
             report.previews += [
-                _preview(location, *part, tokenizer)
+                _preview(location, *part, tokenizer, images)
                 for encoded_row in encoded
                 for part in _sequences(encoded_row, report.task)
             ]
@@ -256,22 +273,53 @@ def _check_row(
     return form
 
 
-def _sequences(encoded: dict[str, Any], task: CheckedTask) -> list[tuple[list[int], list[bool], str]]:
-    """Token ids of an encoded row, with the mask of learned tokens, and what these are."""
+def _sequences(
+    encoded: dict[str, Any], task: CheckedTask
+) -> list[tuple[list[int], list[bool], str, list[ImageReference]]]:
+    """Token ids of an encoded row, with the mask of learned tokens, what these are, and its images."""
+    images = tokenised_images(encoded)
     if "masks" not in encoded:
-        return [(encoded["input_ids"], encoded.get("loss_mask") or [False] * len(encoded["input_ids"]), "loss")]
+        mask = encoded.get("loss_mask") or [False] * len(encoded["input_ids"])
+        return [(encoded["input_ids"], mask, "loss", images)]
     names = ["compared" if task == "reward" else "loss"] * len(encoded["responses"])
     if len(pairs := encoded.get("pairs", ())) == 1:
         for index, name in zip(pairs[0], ("chosen", "rejected"), strict=True):
             names[index] = name
     elif len(labels := encoded.get("labels", ())) == len(names):
         names = ["desirable" if label else "undesirable" for label in labels]
-    return list(zip(encoded["responses"], encoded["masks"], names, strict=True))
+    orders = encoded.get("image_order") or [range(len(images))] * len(names)
+    shown = [[images[index] for index in order] for order in orders]
+    return list(zip(encoded["responses"], encoded["masks"], names, shown, strict=True))
 
 
 def _preview(
-    location: str, ids: list[int], mask: list[bool], learned_as: str, tokenizer: PreTrainedTokenizerBase
+    location: str,
+    ids: list[int],
+    mask: list[bool],
+    learned_as: str,
+    shown: list[ImageReference],
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageRules,
 ) -> RowPreview:
     edges = [0, *(i for i in range(1, len(ids)) if mask[i] != mask[i - 1]), len(ids)]
     spans = [(str(tokenizer.decode(ids[a:b])), mask[a]) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    following = list(shown)
+    spans = [(_with_sizes(text, following, tokenizer, images.layout), has_loss) for text, has_loss in spans]
     return RowPreview(location, spans, learned_as, len(ids), sum(mask))
+
+
+def _with_sizes(
+    text: str, following: list[ImageReference], tokenizer: PreTrainedTokenizerBase, layout: ImageLayout | None
+) -> str:
+    """A text with the sizes of its images, which are taken from those that follow, in place of their tokens."""
+    shown = ""
+    while following and layout is not None:
+        image = following[0]
+        ids = layout.expansion(image.width, image.height)
+        before, found, after = text.partition(str(tokenizer.decode(ids)))
+        if not found:
+            break
+        shown += f"{before}[image {image.width}x{image.height}: {len(ids):,} tokens]"
+        text = after
+        del following[0]
+    return shown + text

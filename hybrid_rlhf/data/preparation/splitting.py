@@ -13,10 +13,11 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.images.expansion import TEXT_ONLY
 from hybrid_rlhf.data.rows.files import Row, json_line
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_sft_row
 from hybrid_rlhf.data.rows.sources import missing_columns_error, open_source
@@ -68,25 +69,33 @@ def position(key: str, seed: int) -> float:
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def prompt_key(location: str, row: Row) -> str:
+def prompt_key(location: str, row: Row, refusal: str = TEXT_ONLY) -> str:
     """A key that is equal for rows with the same prompt: the turns before the first answer, or plain text.
+
+    Args:
+        location: beginning of errors.
+        row: row as read from its source.
+        refusal: why there may be no images; empty: those of the row are part of the key.
 
     Raises:
         UserError: for a row without a prompt.
     """
-    if "prompt" in row:
-        prompt = read_prompt_row(location, row).messages
-    elif "messages" in row:
-        prompt = _before_the_answer(read_prompt_row(location, row).messages)
+    images: list[Any] = []
+    if "prompt" in row or "messages" in row:
+        asked = read_prompt_row(location, row, refusal=refusal)
+        prompt = asked.messages if "prompt" in row else _before_the_answer(asked.messages)
+        images = asked.images
     elif "chosen" in row and "rejected" in row:
-        prompt = _before_the_answer(read_preference_row(location, row).prompt)
+        pair = read_preference_row(location, row, refusal=refusal)
+        prompt = _before_the_answer(pair.prompt)
+        images = pair.images[0]
     elif isinstance(row.get("text"), str):
         return str(row["text"]).strip()
     elif "segments" in row:
         return str(read_sft_row(location, row).text).strip()
     else:
         raise missing_columns_error(location, row, ["prompt", "messages", "chosen + rejected", "text"])
-    return json.dumps([[turn["role"], turn.get("content", "").strip()] for turn in prompt])
+    return json.dumps([[turn["role"], turn.get("content", "").strip()] for turn in prompt] + list(map(str, images)))
 
 
 def _before_the_answer(messages: Sequence[Message]) -> list[Message]:

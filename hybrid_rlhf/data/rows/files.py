@@ -7,6 +7,7 @@ same rows are the same in all formats.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import csv
 import hashlib
@@ -24,6 +25,7 @@ import pyarrow
 import pyarrow.parquet
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.images.reading import png
 from hybrid_rlhf.data.rows.arrow import arrow_rows, decimal_number
 from hybrid_rlhf.runtime.files.atomic import output_file
 from hybrid_rlhf.runtime.files.reading import NotJSON, not_text, parse_json
@@ -128,8 +130,15 @@ def decode_cells(rows: LocatedRows, on_bad_line: OnBadLine) -> LocatedRows:
 
 
 def json_line(row: Row) -> bytes:
-    """A row as a line of UTF-8; see `json_value`."""
-    return f"{json.dumps(row, ensure_ascii=False, default=json_value)}\n".encode()
+    """A row as a line of UTF-8; see `json_value`. Bytes and images of Pillow become data URIs, as rows have images."""
+    return f"{json.dumps(row, ensure_ascii=False, default=_line_value)}\n".encode()
+
+
+def _line_value(value: Any) -> Any:
+    is_image = type(value).__module__.startswith("PIL.")
+    if is_image or isinstance(value, bytes):
+        return f"data:;base64,{base64.b64encode(png(value) if is_image else value).decode()}"
+    return json_value(value)
 
 
 def json_value(value: Any) -> Any:
