@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.functional.distillation import DistillationRule
+from hybrid_rlhf.models.distillation import Student, Teacher, TeacherTargets
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES
 from hybrid_rlhf.models.packing import packs, saved_rows, use_packing
-from hybrid_rlhf.models.policy import Policy
-from hybrid_rlhf.models.structure import text_model_of
+from hybrid_rlhf.models.policy import Policy, Scorer, scores_at_end
+from hybrid_rlhf.models.pretrained.loading import load_model
+from hybrid_rlhf.models.structure import backbone_of, text_model_of
 from hybrid_rlhf.models.vision import ImageEncoder, Images
 from tests.support.vision import (
     FAMILIES,
@@ -27,6 +32,7 @@ from tests.support.vision import (
     padded_chats,
     picture,
     row_images,
+    save_vision,
 )
 
 Chat = tuple[Sequence[str | Image.Image], str]
@@ -214,3 +220,49 @@ def test_bfloat16_is_as_exact_as_transformers(family: str) -> None:
         found = Policy(low)(ids, real, real, images=images)[0][:, 1:]
     errors = [float((logprobs.float() - wanted)[mask].abs().mean()) for logprobs in (found, theirs)]
     assert 0 < errors[0] < 1.5 * errors[1]
+
+
+@pytest.mark.parametrize("family", every("idefics3", "gemma3"))
+def test_scores_equal_those_of_single_rows(family: str, tmp_path: Path) -> None:
+    """A scorer of a causal LM's folder, which transformers' class for most types does not exist for; after its last
+    token each row has the score that its own forward gives."""
+    torch.set_num_threads(1)
+    scorer, fresh = load_model(
+        str(save_vision(tmp_path, family, random_lm(family))), "scorer", config=ModelConfig(), dtype=torch.float32
+    )
+    assert fresh and type(scorer).__name__.endswith("ForSequenceClassification")
+    torch.nn.init.normal_(scorer.score.weight)
+    ids, real, images = padded_chats(family, MIXED)
+    with torch.no_grad():
+        found = scores_at_end(Scorer(scorer)(ids, real, images=images), real)
+        expected = []
+        for content, answer in MIXED:
+            pictures = [part for part in content if not isinstance(part, str)]
+            arguments = model_arguments(family, chat_ids(family, content, answer), pictures)
+            expected.append(scorer.score(backbone_of(scorer)(**arguments).last_hidden_state[0, -1]))
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", every("qwen3_vl"))
+def test_a_student_learns_from_what_a_teacher_sees(family: str) -> None:
+    """The divergence of whole logits, without the tokens of images."""
+    torch.set_num_threads(1)
+    taught, teacher = random_lm(family), build_vision(family, seed=1, spread=2.0)
+    for lm in (taught, teacher):
+        use_packing(lm)
+    ids, real, images = padded_chats(family, MIXED)
+    mask = text_mask(taught, ids, real)
+    student, other, rule = Student(taught), Teacher(teacher), DistillationRule("forward")
+    with torch.no_grad():
+        targets = TeacherTargets(other(ids, real, mask, images=images), other.head, rule)
+        total, *_ = student(ids, real, mask, 1.0, targets, images=images)
+        expected = 0.0
+        banned = list(student.head.convention.banned)
+        others = [token for token in range(len(student.head.weight)) if token not in banned]
+        for row, (content, answer) in enumerate(MIXED):
+            pictures = [part for part in content if not isinstance(part, str)]
+            arguments = model_arguments(family, chat_ids(family, content, answer), pictures)
+            ours, theirs = (lm(**arguments).logits[0, :-1, others].log_softmax(-1) for lm in (taught, teacher))
+            apart = (theirs.exp() * (theirs - ours)).sum(dim=-1)
+            expected += float(apart[mask[row, 1 : len(apart) + 1]].sum())
+    assert float(total) == pytest.approx(expected, rel=1e-5)
