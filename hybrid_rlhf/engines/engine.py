@@ -131,9 +131,7 @@ class ModelEngine:
         if world.size == 1:
             disable_gradient_allreduce(engine)
 
-    def __call__(
-        self, *args: Any, images: Sequence[Sequence[ImageReference]] | None = None, **kwargs: Any
-    ) -> Any:
+    def __call__(self, *args: Any, images: Sequence[Sequence[ImageReference]] | None = None, **kwargs: Any) -> Any:
         """Run the forward of the wrapped module, with rows on the host or the device and the images of each row."""
         if images is not None:
             kwargs["images"] = self._image_loader.images(images)

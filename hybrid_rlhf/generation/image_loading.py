@@ -62,20 +62,6 @@ class ImageLoader:
     def _count_tokens(self, width: int, height: int) -> int:
         return self._processor.expansion(width, height).count(self._processor.image_token_id)
 
-    def prompt_images(
-        self, encoder: ImageEncoder, input_ids: Sequence[int], references: Sequence[ImageReference]
-    ) -> PromptImages | None:
-        """The images of a prompt of token ids for a tower; None if it has none."""
-        if not references:
-            return None
-        images = [self.row_image(reference) for reference in references]
-        return PromptImages.of(
-            input_ids,
-            self._processor.image_token_id,
-            [(image.key, image.tokens) for image in images],
-            functools.partial(encoder.encode, images, list(input_ids)),
-        )
-
     def _load(self, reference: ImageReference) -> dict[str, Tensor]:
         with self._lock:
             if reference.digest in self._kept:
@@ -89,6 +75,27 @@ class ImageLoader:
             while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
                 self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
         return arguments
+
+
+class ImageReader:
+    """Images of prompts by reference, for a model that generates."""
+
+    def __init__(self, loader: ImageLoader, encoder: ImageEncoder) -> None:
+        """Take the model's loader and its tower, whose weights may change at weight syncs."""
+        self._loader = loader
+        self._encoder = encoder
+
+    def prompt_images(self, input_ids: Sequence[int], references: Sequence[ImageReference]) -> PromptImages | None:
+        """The images of a prompt of token ids; None if it has none."""
+        if not references:
+            return None
+        images = [self._loader.row_image(reference) for reference in references]
+        return PromptImages.of(
+            input_ids,
+            self._encoder.token_id,
+            [(image.key, image.tokens) for image in images],
+            functools.partial(self._encoder.encode, images, list(input_ids)),
+        )
 
 
 def _bytes_of(arguments: dict[str, Tensor]) -> int:
