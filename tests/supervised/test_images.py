@@ -195,7 +195,7 @@ def test_distillation_from_a_teacher_that_sees_the_pictures(
 
 
 def test_a_model_of_text_refuses_images(rows: dict[str, Path], tmp_path: Path) -> None:
-    model = save_tiny(tmp_path / "model", tiny_model("llama"))
+    model = save_tiny(tmp_path / "model", tiny_model())
     with user_error("images need a vision-language model"):
         SFT(model=str(model), data=str(rows["sft"]), output_dir=str(tmp_path / "run")).train()
 
