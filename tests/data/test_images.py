@@ -285,7 +285,7 @@ def test_tokenised_data(folder: Path, write_jsonl: Callable[..., Path]) -> None:
         counts = sorted(len(tokenised_images(row)) for row in loaded)
         assert counts == [0, 0, 0, 0, 0, 0, 1, 1, 2]
         same = load(kind, text, images=rules()).remove_columns(
-            ["images", *(["image_order"] if "responses" in before.column_names else [])]
+            ["images", *(["image_order", "prompt_images"] if "responses" in before.column_names else [])]
         )
         assert same.to_list() == before.to_list()
     loaded = load("sft", with_images, images=rules())
