@@ -7,6 +7,7 @@ training and evaluation, therefore never share a row, independently of the rows 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -338,6 +339,8 @@ def _tokenize(
         **encoding.settings,
         **images.settings,
     }
+    if images.layout is not None:
+        key["path"] = os.path.abspath(reader.source.path)  # of images beside the rows
     rows = cached_rows(key, make, cache_dir=config.cache_dir, world=world)
     if images.layout is not None:
         changed = world.broadcast_object(changed_files(rows) if world.is_main else [])

@@ -148,5 +148,6 @@ def stored_columns(
 
 def _folder(location: str) -> Path | None:
     """The folder of the file in which a row is located, FILE:LINE or FILE: row NUMBER; None if it is in no file."""
-    file = Path(location.rpartition(":")[0])
-    return file if file.is_dir() else file.parent if file.is_file() else None
+    name = location.rpartition(":")[0]
+    file = Path(name)
+    return None if not name else file if file.is_dir() else file.parent if file.is_file() else None

@@ -68,7 +68,7 @@ class ImageReference:
             content = self.content or Path(self.path).read_bytes()
         except OSError as error:
             raise UserError(f"{_STAYS}, {self.path} cannot be read ({error.strerror}): put it back") from error
-        image = scaled(open_image(content, self.path), (self.width, self.height))
+        image = scaled(open_image(content, self.path or "that of a row"), (self.width, self.height))
         if image_digest(image) != self.digest:
             raise UserError(f"{_STAYS}, {self.path} has changed: start the run again")
         return image
