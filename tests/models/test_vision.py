@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,11 +19,14 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.models.distillation import Student, Teacher, TeacherTargets
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES
-from hybrid_rlhf.models.packing import packs, saved_rows, use_packing
+from hybrid_rlhf.models.packing import packs, saved_rows, set_tensor_world, use_packing
 from hybrid_rlhf.models.policy import Policy, Scorer, scores_at_end
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.structure import backbone_of, text_model_of
 from hybrid_rlhf.models.vision import ImageEncoder, Images
+from hybrid_rlhf.runtime.world import World
+from tests.support.errors import user_error
+from tests.support.tiny import tiny_model
 from tests.support.vision import (
     FAMILIES,
     blank_image,
@@ -201,10 +205,17 @@ def test_encoded_images_are_what_the_language_model_reads(family: str) -> None:
     assert len(encoded.spans) == (3 if family == "gemma3" else 0)
 
 
-def test_image_tokens_without_an_image_are_an_error() -> None:
+def test_images_that_cannot_be_placed_are_an_error() -> None:
+    """Tokens without an image are a fault of the caller, models and settings that read none one of the user."""
     ids, real, images = padded_chats("llava", [([picture(1), "?"], "yes")])
+    lm = build_vision("llava")
     with pytest.raises(ValueError, match="a row has 16 image tokens, its images have 0"):
-        Policy(build_vision("llava"))(ids, real, real, images=Images([[]]))
+        Policy(lm)(ids, real, real, images=Images([[]]))
+    with user_error("images need a vision-language model, got llama: choose a type that docs/models.md lists"):
+        Policy(tiny_model())(ids, real, real, images=images)
+    set_tensor_world(lm, cast("World", SimpleNamespace(size=2)))
+    with user_error("images need model.sequence_parallel and model.tensor_parallel 1, got 2 ranks that compute rows"):
+        Policy(lm)(ids, real, real, images=images)
 
 
 @pytest.mark.parametrize("family", every("qwen3_vl"))
