@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.models.distillation import Student, Teacher, TeacherTargets
+from hybrid_rlhf.models.families import has_mixers
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES
 from hybrid_rlhf.models.packing import packs, saved_rows, set_tensor_world, use_packing
 from hybrid_rlhf.models.policy import Policy, Scorer, scores_at_end
@@ -84,14 +85,16 @@ def text_mask(lm: PreTrainedModel, ids: Tensor, real: Tensor) -> Tensor:
 
 
 def require_same_gradients(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
-    """Relative to each weight's own gradient. Rounding also leaves a part of the largest."""
+    """Relative to each weight's own gradient, which a recurrence over the tokens lets cancel; rounding also leaves a part
+    of the largest."""
+    bound = 1e-4 if has_mixers(ours.config) else 1e-5
     expected = {name: weight.grad for name, weight in theirs.named_parameters() if weight.grad is not None}
     largest = max(float(grad.norm()) for grad in expected.values())
     found = {name: weight.grad for name, weight in ours.named_parameters() if weight.grad is not None}
     assert expected.keys() == found.keys()
     assert any("vis" in name and float(grad.norm()) > 1e-4 * largest for name, grad in expected.items())
     for name, grad in expected.items():
-        assert float((found[name] - grad).norm()) <= 1e-5 * float(grad.norm()) + 1e-7 * largest, name
+        assert float((found[name] - grad).norm()) <= bound * float(grad.norm()) + 1e-7 * largest, name
 
 
 @pytest.mark.parametrize("family", every(*FEW))
