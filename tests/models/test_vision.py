@@ -85,8 +85,8 @@ def text_mask(lm: PreTrainedModel, ids: Tensor, real: Tensor) -> Tensor:
 
 
 def require_same_gradients(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
-    """Relative to each weight's own gradient, which a recurrence over the tokens lets cancel; rounding also leaves a part
-    of the largest."""
+    """Relative to each weight's own gradient, which a recurrence over the tokens lets cancel; rounding also leaves a
+    part of the largest."""
     bound = 1e-4 if has_mixers(ours.config) else 1e-5
     expected = {name: weight.grad for name, weight in theirs.named_parameters() if weight.grad is not None}
     largest = max(float(grad.norm()) for grad in expected.values())
