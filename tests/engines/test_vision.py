@@ -29,7 +29,7 @@ from tests.support.marks import slow
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_model
 from tests.support.towers import weights_in
-from tests.support.vision import blank_image, build_vision, padded_chats, picture, save_vision
+from tests.support.vision import build_vision, padded_chats, picture, save_vision, vision_processor
 
 CHATS = [
     ([picture(1), "What colour?"], "red"),
@@ -40,13 +40,14 @@ CHATS = [
 """Of two ranks one has all images, the other none."""
 
 
+TRAINED = ("gemma3", "llava", "qwen3_vl")
 Batch = tuple[Tensor, Tensor, Images]
 
 
 def batch_of(family: str) -> Batch:
     """The rows with a blank image."""
     ids, real, images = padded_chats(family, CHATS)
-    return ids, real, replace(images, blank=blank_image(family))
+    return ids, real, replace(images, blank=vision_processor(family).blank())
 
 
 def train(world: World, path: Path, batch: Batch, vision: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of models with gradients of a usual size."""
     return {
         family: save_vision(tmp_path_factory.mktemp(family), family, build_vision(family, spread=2.0))
-        for family in ("qwen3_vl", "llava")
+        for family in TRAINED
     }
 
 
@@ -105,6 +106,8 @@ def tower_of(family: str, weights: dict[str, Tensor]) -> set[str]:
         ("qwen3_vl", "freeze", 1),
         slow("llava", "train", 1),
         slow("llava", "train", 3),
+        slow("gemma3", "train", 3),
+        slow("gemma3", "freeze", 2),
     ],
 )
 def test_ranks_and_stages_do_not_change_an_update(
@@ -122,8 +125,9 @@ def test_ranks_and_stages_do_not_change_an_update(
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-3)
     assert found["weights"].keys() == expected["weights"].keys()
-    for name, weight in found["weights"].items():  # Adam's first updates are lr, also of gradients that round to 0
-        assert float((weight - expected["weights"][name]).abs().mean()) < 1e-4, name
+    for name, weight in found["weights"].items():
+        if not name.endswith("k_proj.bias"):  # attention does not depend on it: Adam scales what rounding leaves
+            assert float((weight - expected["weights"][name]).abs().mean()) < 1e-4, name
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "llava"])

@@ -30,7 +30,6 @@ from tests.support.errors import user_error
 from tests.support.tiny import tiny_model
 from tests.support.vision import (
     FAMILIES,
-    blank_image,
     build_vision,
     chat_ids,
     model_arguments,
@@ -38,6 +37,7 @@ from tests.support.vision import (
     picture,
     row_images,
     save_vision,
+    vision_processor,
 )
 
 Chat = tuple[Sequence[str | Image.Image], str]
@@ -179,7 +179,7 @@ def test_a_blank_image_changes_nothing(family: str) -> None:
     plain.sum().backward()
     expected = {name: weight.grad.clone() for name, weight in lm.named_parameters() if weight.grad is not None}
     lm.zero_grad()
-    found, _ = policy(ids, real, real, images=replace(images, blank=blank_image(family)))
+    found, _ = policy(ids, real, real, images=replace(images, blank=vision_processor(family).blank()))
     found.sum().backward()
     for logprobs in (found, policy(ids, real, real, images=images)[0]):
         torch.testing.assert_close(logprobs, plain, atol=1e-6, rtol=0)

@@ -325,11 +325,6 @@ def row_images(family: str, images: Sequence[Image.Image]) -> list[RowImage]:
     return [processor.row_image(image, hash((image.size, image.tobytes()))) for image in images]
 
 
-def blank_image(family: str) -> RowImage:
-    """A small image without content."""
-    return row_images(family, [Image.new("RGB", (16, 16))])[0]
-
-
 def padded_chats(
     family: str, chats: Sequence[tuple[Sequence[str | Image.Image], str]]
 ) -> tuple[torch.Tensor, torch.Tensor, Images]:

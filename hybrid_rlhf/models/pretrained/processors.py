@@ -136,6 +136,12 @@ class ImageProcessor:
         token = self._processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         return RowImage(self.pixels([image]), self.expansion_text(*image.size).count(token), key)
 
+    def blank(self) -> RowImage:
+        """A small image without content (`Images.blank`)."""
+        from PIL import Image
+
+        return self.row_image(Image.new("RGB", (32, 32)), key=0)
+
     def _read(self, images: Sequence[Image.Image]) -> dict[str, Any]:
         """What the processor returns for images, as those of one row."""
         return self._processor(  # type: ignore[no-any-return]
