@@ -22,8 +22,14 @@ from hybrid_rlhf.generation.open_batch import PromptBatch
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.generation.scoring import whole_hidden
-from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE, probe_logprobs
-from hybrid_rlhf.models.structure import language_model_of, text_model_of
+from hybrid_rlhf.generation.weights.probe import (
+    LOW_PRECISION_TOLERANCE,
+    check_inference_weights,
+    probe_hidden,
+    probe_logprobs,
+)
+from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
+from hybrid_rlhf.models.structure import language_model_of, layer_list, text_model_of
 from hybrid_rlhf.models.vision import EncodedImages, ImageEncoder, RowImage
 from hybrid_rlhf.runtime.world import World
 from tests.support.errors import user_error
@@ -311,6 +317,30 @@ def test_probe_and_scoring_read_images(family: str) -> None:
     for index, (logits, tokens) in enumerate(zip(rows, prompts.ids, strict=True)):
         found = selected(logits[:-1], tokens[1:])
         torch.testing.assert_close(found, prompts.logprobs(index), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", *map(faults, sorted({*FAMILIES} - {"qwen3_vl"}))])
+def test_a_probe_observes_what_the_layers_of_the_model_return(family: str) -> None:
+    prompts = Prompts.of(family, CONTENTS[2:3])
+    decoder = engine_of(prompts.lm).backend.decoder
+    expected = list[Tensor]()
+    for layer in layer_list(prompts.lm):
+        layer.register_forward_hook(lambda _, inputs, output: expected.append(output[0]))
+    with torch.no_grad():
+        prompts.lm(**model_arguments(family, prompts.ids[0], prompts.pictures[0]))
+        [images] = [images.encode() for images in prompts.images()]
+    embedded, *found = probe_hidden(decoder, prompts.ids[0], images)
+    assert torch.equal(embedded[images.places], images.states)
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_wrong_weights_are_noticed_with_banned_tokens() -> None:
+    lm = build_vision("qwen3_vl").bfloat16()
+    decoder = engine_of(lm).backend.decoder
+    expected = module_logprobs(lm, probe_tokens(decoder.architecture.vocab_size))
+    check_inference_weights(decoder, expected)
+    with user_error("inference weights must agree"):
+        check_inference_weights(decoder, expected - 1.0)
 
 
 def tokens_of_rank(
