@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -47,6 +47,7 @@ from hybrid_rlhf.models.expert_parallel import (
     require_expert_parallelism,
     split_experts,
 )
+from hybrid_rlhf.models.families import unread_weights
 from hybrid_rlhf.models.four_bit import quantise_layers, require_bitsandbytes
 from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.lora import choose_trained, four_bit_layers
@@ -194,7 +195,8 @@ def _initialize(
     if fresh_head:
         _init_head(lm, role=spec.role, seed=spec.seed)
     _share_work(lm, spec.model, world, tensor_ranks)
-    choose_trained(lm, spec.lora, architecture, learns=spec.optimizer is not None, seed=spec.seed)
+    learns, trains_vision = spec.optimizer is not None, spec.model.vision == "train"
+    choose_trained(lm, spec.lora, architecture, learns=learns, seed=spec.seed, trains_vision=trains_vision)
     if spec.base is not None:
         share_weights(spec.base, lm)
     module: nn.Module = MODULES[spec.role](lm)
@@ -213,8 +215,12 @@ def _initialize(
     total = spec.total_updates
     lr = learning_rate(spec, lm, section, is_main=world.is_main)
     head = (lm.score, _head_lr(spec, lm, lr, fresh=fresh_head)) if spec.role == "critic" else None
+    weights = dict(lm.named_parameters())
+    towers = {id(weights[name]) for name in unread_weights(lm, weights)}
     optimizer = (
-        _muon(module, section, lr, lm, head=head) if section.name == "muon" else _adamw(module, section, lr, head=head)
+        _muon(module, section, lr, lm, head=head, towers=towers)
+        if section.name == "muon"
+        else _adamw(module, section, lr, head=head, towers=towers)
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, config=section, total_steps=total)
@@ -381,14 +387,19 @@ def _head_lr(spec: EngineSpec, critic: PreTrainedModel, lr: float, *, fresh: boo
 
 
 def _adamw(
-    module: nn.Module, config: OptimizerConfig, lr: float, *, head: tuple[nn.Module, float] | None = None
+    module: nn.Module,
+    config: OptimizerConfig,
+    lr: float,
+    *,
+    head: tuple[nn.Module, float] | None = None,
+    towers: Set[int] = frozenset(),
 ) -> torch.optim.Optimizer:
     """Create AdamW of all trained parameters.
 
     In 8 bits, under ZeRO, bitsandbytes sees one flat partition per group: its blocks of 256 and its limit of 4096
     elements are those of partitions, and embeddings are in 8 bits too.
     """
-    groups = _adamw_groups([p for p in module.parameters() if p.requires_grad], config, lr, head=head)
+    groups = _adamw_groups([p for p in module.parameters() if p.requires_grad], config, lr, head=head, towers=towers)
     if config.name == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
 
@@ -403,6 +414,7 @@ def _muon(
     lm: PreTrainedModel,
     *,
     head: tuple[nn.Module, float] | None = None,
+    towers: Set[int] = frozenset(),
 ) -> torch.optim.Optimizer:
     """Create Muon for matrices and AdamW for the other trained parameters.
 
@@ -420,7 +432,7 @@ def _muon(
     chosen = {id(matrix) for matrix in matrices}
     others = [p for p in module.parameters() if p.requires_grad and id(p) not in chosen]
     adam = {"lr": lr, "betas": config.betas, "eps": config.eps, "use_muon": False}
-    groups = [{**adam, **group} for group in _adamw_groups(others, config, lr, head=head)]
+    groups = [{**adam, **group} for group in _adamw_groups(others, config, lr, head=head, towers=towers)]
     for width, weights in by_width.items():
         scale = MUON_UPDATE_SIZE * math.sqrt(width)
         groups.append(
@@ -436,16 +448,25 @@ def _muon(
 
 
 def _adamw_groups(
-    trained: Sequence[nn.Parameter], config: OptimizerConfig, lr: float, *, head: tuple[nn.Module, float] | None
+    trained: Sequence[nn.Parameter],
+    config: OptimizerConfig,
+    lr: float,
+    *,
+    head: tuple[nn.Module, float] | None,
+    towers: Set[int],
 ) -> list[dict[str, Any]]:
-    """Return AdamW's groups of parameters, without weight decay for vectors (norms and biases): matrices, vectors, a
-    head with a separate learning rate, and those of split experts, which DeepSpeed reduces apart."""
+    """Return AdamW's groups of parameters: matrices, those without weight decay, a head with a separate learning rate,
+    and those of split experts, which DeepSpeed reduces apart.
+
+    Vectors (norms and biases) have no weight decay, nor have the parameters whose ids are in `towers`, which would
+    shrink in steps without images.
+    """
     score, head_lr = head or (nn.Module(), lr)
     heads = {id(p) for p in score.parameters()} if head_lr != lr else set[int]()
-    layers = [(p, len(full_shape(p))) for p in trained if id(p) not in heads]
+    layers = [(p, len(full_shape(p)) >= 2 and id(p) not in towers) for p in trained if id(p) not in heads]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p, rank in layers if rank >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p, rank in layers if rank < 2], "weight_decay": 0.0},
+        {"params": [p for p, decays in layers if decays], "weight_decay": config.weight_decay},
+        {"params": [p for p, decays in layers if not decays], "weight_decay": 0.0},
         {"params": [p for p in trained if id(p) in heads], "weight_decay": config.weight_decay, "lr": head_lr},
     ]
     if any(split_of(p).parts > 1 for p in trained):

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.models.families import WITHOUT_ADAPTERS, unread_weights
+from hybrid_rlhf.models.families.vision import images_refused
 from hybrid_rlhf.models.four_bit import FourBitWeight, is_four_bit, plain_value
 from hybrid_rlhf.models.pretrained.adapters import LowRank
 from hybrid_rlhf.models.pretrained.folders import reading
@@ -41,19 +42,30 @@ _SPECIAL_LINEAR = re.compile("Router|Grouped")
 
 
 def choose_trained(
-    model: PreTrainedModel, lora: LoraConfig | None, architecture: Architecture, *, learns: bool, seed: int
+    model: PreTrainedModel,
+    lora: LoraConfig | None,
+    architecture: Architecture,
+    *,
+    learns: bool,
+    seed: int,
+    trains_vision: bool = False,
 ) -> None:
-    """Choose the trained parameters: none of a frozen model, the adapters of `lora`, or all that text reads.
+    """Choose the trained parameters: none of a frozen model, the adapters of `lora`, or all that text reads, and with
+    `trains_vision` those that images read.
 
     Weights that text never reads have no gradient, but a trained one would decay, in some ZeRO stages.
 
     Raises:
-        UserError: when lora does not fit the model, or a trained model has adapters already.
+        UserError: when lora does not fit the model, a trained model has adapters already, or `trains_vision` is for a
+            model that reads no images, or with adapters.
     """
     if not learns:
         model.requires_grad_(False)
         return
     require_plain(model)
+    if trains_vision:
+        _require_trainable_vision(model, lora)
+        return
     if lora is not None:
         dtype = model.dtype
         add_lora(model, lora, architecture, seed=seed)
@@ -63,6 +75,16 @@ def choose_trained(
     parameters = dict(model.named_parameters())
     for name in unread_weights(model, parameters):
         parameters[name].requires_grad_(False)
+
+
+def _require_trainable_vision(model: PreTrainedModel, lora: LoraConfig | None) -> None:
+    if (refusal := images_refused(model.config)) is not None:
+        raise UserError(f"model.vision train needs a model that reads images, but {refusal}")
+    if lora is not None:
+        raise UserError(
+            "model.vision train trains the weights of the tower, got lora, whose adapters are in the language model: "
+            "set lora to null, or model.vision to freeze"
+        )
 
 
 def modules_selected(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[str, set[str]]:

@@ -351,7 +351,8 @@ def shaped_model(
     with torch.device("meta"):
         names = four_bit_layers(lm, architecture) if config.quantization is not None else []
         four_bit = [lm.get_submodule(name).weight.numel() for name in names]  # type: ignore[operator, union-attr]
-        choose_trained(lm, lora, architecture, learns=learns, seed=0)
+        trains_vision = config.vision == "train"
+        choose_trained(lm, lora, architecture, learns=learns, seed=0, trains_vision=trains_vision)
     if config.expert_parallel > 1 and expert_layers(lm):
         require_expert_parallelism(lm, config.expert_parallel, ranks=config.expert_parallel)
     if config.tensor_parallel > 1:

@@ -31,6 +31,9 @@ class ModelConfig(Settings):
     """Type of the weights in training; auto: bfloat16 on a GPU, float32 on a CPU."""
     head_dtype: Literal["float32", "model"] = advanced("float32")
     """Type of the logits in training and sampling: float32 (ScaleRL, arXiv 2510.13786), or that of the model."""
+    vision: Literal["freeze", "train"] = advanced("freeze")
+    """What images do to the tower and projector of a vision-language model: freeze keeps them; train trains them with
+    the language model, without weight decay. Not with lora."""
     quantization: Literal["nf4"] | None = None
     """nf4: the base weights of linear layers in 4 bits, with adapters that train (QLoRA, arXiv 2305.14314); needs lora
     and bitsandbytes. For all models of the run."""

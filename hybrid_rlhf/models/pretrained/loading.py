@@ -36,12 +36,15 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.models.families import TOWER_FAMILIES, keep_float32_logits
+from hybrid_rlhf.models.families.vision import images_refused
 from hybrid_rlhf.models.fused_layers import BackendLinear, fuse_layers
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.pretrained.folders import load_config, reading, stored_shapes
@@ -105,6 +108,8 @@ def auto_class(config: PreTrainedConfig, architecture: Architecture) -> Any:
     """
     _use_torch_on_cpu()
     auto = AUTO_CLASS[architecture]
+    if architecture == "scorer" and images_refused(config) is None:
+        _register_classifier(type(config))
     found = auto._model_mapping.get(type(config), None)
     if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING or getattr(found, "config_class", None) is type(config):
         return auto
@@ -121,6 +126,22 @@ def auto_class(config: PreTrainedConfig, architecture: Architecture) -> Any:
         f"a model with towers for images or sound must be of a type that docs/models.md lists, got {kind}: {alone}, or "
         "choose another"
     )
+
+
+def _register_classifier(kind: type[PreTrainedConfig]) -> None:
+    """Let transformers build a classifier of a vision-language model where it has no class of its own: a score over the
+    whole model's last states, as its classes for Gemma 3 and Qwen3.5. Names of its weights in files are those of the
+    generator."""
+    if kind in AutoModelForSequenceClassification._model_mapping:
+        return
+    generator = MODEL_FOR_MULTIMODAL_LM_MAPPING[kind]
+    family = next(part for part in generator.__mro__ if part.__name__.endswith("PreTrainedModel"))
+    name = generator.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
+    fields = {"config_class": kind, "__module__": generator.__module__}  # names of other modules' weights stay
+    classifier = type(name, (GenericForSequenceClassification, family), fields)
+    if (conversions := get_checkpoint_conversion_mapping(generator.__name__)) is not None:
+        register_checkpoint_conversion_mapping(name, conversions)
+    AutoModelForSequenceClassification.register(kind, classifier, exist_ok=True)  # else not for transformers' own types
 
 
 def load_model(

@@ -34,6 +34,7 @@ from hybrid_rlhf.models.families import unread_weights
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES, banned_ids, image_token_id, images_refused
 from hybrid_rlhf.models.pretrained.folders import load_config, reading
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers
+from hybrid_rlhf.models.vision import RowImage
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -129,6 +130,11 @@ class ImageProcessor:
         """The model's arguments for some images, at least one: float32 pixel values, sizes, masks."""
         read = self._read(images)
         return {name: value for name, value in read.items() if name not in _OF_TEXT}
+
+    def row_image(self, image: Image.Image, key: int) -> RowImage:
+        """An image for the tower; images with one `key` are equal."""
+        token = self._processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        return RowImage(self.pixels([image]), self.expansion_text(*image.size).count(token), key)
 
     def _read(self, images: Sequence[Image.Image]) -> dict[str, Any]:
         """What the processor returns for images, as those of one row."""
