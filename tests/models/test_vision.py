@@ -127,7 +127,7 @@ def test_rows_equal_those_of_transformers(family: str, chats: list[Chat]) -> Non
     require_same_gradients(ours, theirs)
     (read,) = calls
     distinct = {image.key: image for row in images.rows for image in row}
-    pixels = [image.arguments["pixel_values"] for image in distinct.values()]
+    pixels = [image.load()["pixel_values"] for image in distinct.values()]
     assert read["pixel_values"].shape == torch.cat(pixels, dim=VISION_FAMILIES[family].joined_dim).shape
     shares = chats is ALIKE and family not in ("gemma3", "qwen3_5")
     assert bool(saved_rows(ours)) == shares

@@ -139,7 +139,7 @@ class ImageProcessor:
 
     def row_image(self, image: Image.Image, key: int) -> RowImage:
         """An image for the tower; images with one `key` are equal."""
-        return RowImage(partial(self.pixels, [image]), self.tokens(*image.size), key)
+        return RowImage(partial(dict, self.pixels([image])), self.tokens(*image.size), key)
 
     def blank(self) -> RowImage:
         """A small image without content (`Images.blank`)."""
