@@ -327,7 +327,7 @@ def _tokenize(
         fingerprint = reader.fingerprint
 
     # All images of rows of tokens are in files: such rows are collected, and travel between processes.
-    images = replace(encoding.images, store=cache_folder(config.cache_dir) / "images")
+    images = replace(encoding.images, store=cache_folder(config.cache_dir).absolute() / "images")
 
     def make() -> Iterator[dict[str, Any]]:
         progress = ProgressLog(f"tokenising {reader.source.path}", total=reader.count())

@@ -55,11 +55,19 @@ TEMPLATES = {
     "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
     "{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
-    "qwen2_5_vl": "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    # Qwen's with `add_vision_id`
+    "qwen3_vl": "{% set count = namespace(value=0) %}{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' or 'image' in part %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "{% if part.type == 'image' %}{% set count.value = count.value + 1 %}Picture {{ count.value }}: "
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    # marks of what is generated
+    "qwen2_5_vl": "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content if message.content is string else "
+    "message.content[0].text }}<|im_end|>{% endgeneration %}{% elif message.content is string %}{{ message.content }}"
+    "<|im_end|>{% else %}{% for part in message.content %}{% if part.type == 'image' or 'image' in part %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
 }
 
 
