@@ -46,7 +46,10 @@ class Images:
     rows: Sequence[Sequence[RowImage]]
     """Images of each row, in the order of their tokens."""
     blank: RowImage | None = None
-    """What the tower computes for a batch without an image; None: nothing."""
+    """What the tower computes for a batch without an image; None: nothing.
+
+    Under ZeRO-3 all ranks give one, as they wait for each other in every module.
+    """
 
     def __bool__(self) -> bool:
         """True if a row has an image."""
@@ -264,11 +267,12 @@ def hidden_with_images(lm: PreTrainedModel, arguments: dict[str, Any], images: P
         for part in (states, *deep):
             embeds = embeds + (part * 0).sum().to(embeds.dtype)
     arguments["inputs_embeds"] = embeds.view(*ids.shape, -1)
-    if not (encoder.family.has_two_way_images and len(images.places)):
+    if not encoder.family.has_two_way_images:
         return text_model_of(lm)(**arguments, **options)
-    # the backbone makes a mask from the marks
-    marks = torch.zeros_like(ids).flatten().index_fill_(0, images.places, 1).view(ids.shape)
-    return backbone_of(lm)(**arguments, token_type_ids=marks, **options)
+    if len(images.places):  # the backbone makes a mask from the marks
+        marks = torch.zeros_like(ids).flatten().index_fill_(0, images.places, 1)
+        options["token_type_ids"] = marks.view(ids.shape)
+    return backbone_of(lm)(**arguments, **options)  # also without, as ZeRO-3 compares the modules of all ranks
 
 
 def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:

@@ -478,7 +478,7 @@ class Service:
             with request_errors(key):
                 image = read_reference(uri, "it", folder=None, max_pixels=self._max_image_pixels)
             images.references.append(image)
-            tokens += len(reader.layout.expansion(image.width, image.height))
+            tokens += reader.layout.tokens(image.width, image.height)
             if tokens >= self.batch.max_tokens:
                 raise ContextTooLong(
                     key, f"must fit in the maximum context length of {self.batch.max_tokens} tokens: scale images down"
