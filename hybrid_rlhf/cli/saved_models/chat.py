@@ -302,6 +302,8 @@ class Session:
         self._view.show_replies({name: talk.again(sampling) for name, talk in self._conversations.items()})
 
     def _score(self, name: str) -> None:
+        if any(isinstance(message["content"], list) for message in self._first.messages):
+            raise UserError("/score reads text, the conversation has images: write /clear first")
         if name:
             self._scorer = self._load_scorer(name)
         if self._scorer is None:
@@ -310,8 +312,6 @@ class Session:
             if not talk.messages:
                 raise UserError("/score needs a reply, got none: say something first")
             *prompt, reply = talk.transcript()
-            if any(isinstance(message["content"], list) for message in prompt):
-                raise UserError("/score reads text, the conversation has images: write /clear first")
             (scores,) = self._scorer.score([(prompt, reply["content"], None)])
             names = self._scorer.heads or ("score",)
             self._view.show(f"{label}: " + "  ".join(f"{n} {v:+.3f}" for n, v in zip(names, scores, strict=True)))
