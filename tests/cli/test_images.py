@@ -12,8 +12,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
+from hybrid_rlhf.cli.saved_models import push
 from hybrid_rlhf.data.chat.reasoning import text_decoder
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.image_loading import PromptEncoder
+from hybrid_rlhf.models.pretrained.gguf.language_model import language_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from tests.support.commands import CommandLine
 from tests.support.messages import assistant, user
@@ -61,12 +66,18 @@ def test_generate(
         f"error: an image must be a file, {tmp_path / 'none.png'} does not exist: check the path\n"
     )
     assert "image goes with prompt" in cli.refused(f"{line} --input {rows} --output {output}2 --image {files[0]}")
-    refusal = cli.refused(f"generate {model_folder} --prompt q --image {files[0]}")
-    assert refusal.startswith("error: --prompt: images need a vision-language model, got ")
+    assert cli.refused(f"generate {model_folder} --prompt q --image {files[0]}") == (
+        "error: --prompt: images need a vision-language model, this one reads text: remove the images\n"
+    )
 
 
 def test_chat_keeps_images_and_saves_their_names(
-    files: list[Path], tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
+    files: list[Path],
+    tmp_path: Path,
+    paths: dict[str, str],
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cli: CommandLine,
 ) -> None:
     saved = tmp_path / "talk.json"
     lines = (
@@ -75,7 +86,7 @@ def test_chat_keeps_images_and_saves_their_names(
         "what?",
         "sure?",
         f"/save {saved}",
-        "/score x",
+        f"/score {paths['reward']}",
         f"/compare {model_folder}",
         "so?",
     )
@@ -138,3 +149,53 @@ def test_passes_of_rows_with_images(
     assert cli(f"{line} --reward {reward}:same --json").result["results"]["pass@1"]["value"] == 1.0
     judge = f"--against {vision_folder(FAMILY)} --judge.url http://127.0.0.1:1/v1 --judge.served_name j"
     assert "judges of win_rate read text, the row has images: remove it" in cli.refused(f"{line} {judge}")
+
+
+@pytest.mark.parametrize("family", ["gemma3", "idefics3", "qwen3_vl"])
+def test_an_exported_folder_is_read_by_transformers(family: str, tmp_path: Path, cli: CommandLine) -> None:
+    source, output = vision_folder(family), tmp_path / "out"
+    assert cli(f"export {source} --output {output}").code == 0
+    names = {file.name for file in source.glob("*processor*")}
+    assert names == {file.name for file in output.glob("*processor*")} and len(names) == 2
+    assert all((output / name).read_bytes() == (source / name).read_bytes() for name in names)
+    shown = [PICTURES[0], "what?"]
+    arguments = model_arguments(family, chat_ids(family, shown), PICTURES[:1])
+    read = AutoModelForImageTextToText.from_pretrained(output, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.equal(read(**arguments).logits, build_vision(family)(**arguments).logits)
+    pixels = AutoImageProcessor.from_pretrained(output, backend="pil")(PICTURES[:1], return_tensors="pt")
+    assert torch.equal(pixels["pixel_values"], arguments["pixel_values"])
+    if family != "qwen3_vl":  # whose part for videos needs torchvision
+        written = AutoProcessor.from_pretrained(output, backend="pil").apply_chat_template(
+            [user([{"type": "image"}, {"type": "text", "text": "what?"}])], add_generation_prompt=True
+        )
+        assert written.count(vision_processor(family).placeholder) == 1
+    matched = {file.name for pattern in push.MODEL_FILES for file in output.glob(pattern)}
+    assert matched == {file.name for file in output.iterdir()}
+
+
+def test_gguf_has_the_language_model(tmp_path: Path, cli: CommandLine) -> None:
+    pytest.importorskip("gguf")
+    file = tmp_path / "a.gguf"
+    ended = cli(f"export {vision_folder(FAMILY)} --output {file} --format gguf")
+    assert (
+        ended.code == 0 and f"the language model of {vision_folder(FAMILY)} alone: {file} reads no images" in ended.err
+    )
+    found = cli(f"generate {file} --prompt hello {GREEDY} --json").result
+    assert found["completions"][0]["text"] == answer(chat_ids(FAMILY, ["hello"]), [])
+    lm = build_vision("glm4v")
+    assert language_model(lm) is lm, "no family of llama.cpp"
+
+
+def test_the_engine_of_a_program() -> None:
+    """In bfloat16; images are of Pillow, and text needs no list of parts."""
+    folder = str(vision_folder(FAMILY))
+    engine = GenerationEngine.from_pretrained(folder)
+    encode = PromptEncoder(load_tokenizer(folder), engine.image_reader).conversation
+    parts = [{"type": "image", "image": PICTURES[0]}, {"type": "text", "text": "what?"}]
+    asked = [encode([user(parts)]), encode([user("hello")])]
+    assert [ids for ids, _ in asked] == [chat_ids(FAMILY, [PICTURES[0], "what?"]), chat_ids(FAMILY, ["hello"])]
+    params = SamplingParams(max_new_tokens=4, temperature=0.0)
+    (first,), _ = engine.generate([ids for ids, _ in asked], params, images=[images for _, images in asked])
+    streamed = list(engine.stream(asked[0][0], params, images=asked[0][1]))
+    assert streamed == first.token_ids

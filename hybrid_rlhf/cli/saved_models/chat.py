@@ -118,8 +118,7 @@ def main(config: ChatConfig) -> None:
     """Load the model and chat."""
     logger.info(LOADING_LIBRARIES)
     from hybrid_rlhf.cli.saved_models.loading import find_model, image_content, load_engine, load_scorer
-    from hybrid_rlhf.data.chat.messages import Message, read_message
-    from hybrid_rlhf.data.rows.placing import place_images
+    from hybrid_rlhf.data.chat.messages import Message
     from hybrid_rlhf.generation.batching.images import PromptImages
     from hybrid_rlhf.generation.chat import ChatSession
     from hybrid_rlhf.generation.image_loading import PromptEncoder
@@ -129,13 +128,17 @@ def main(config: ChatConfig) -> None:
         encoder = PromptEncoder(tokenizer, engine.image_reader, max_pixels=config.max_image_pixels)
 
         def encode(messages: list[Message]) -> tuple[list[int], PromptImages | None]:
-            where = "the conversation"
-            read = [
-                read_message(where, message, with_images=True) if isinstance(message["content"], list) else message
-                for message in messages
-            ]
-            (names,) = place_images(where, {}, read)
-            return encoder(where, read, [*map(image_content, names)])
+            def read(part: dict[str, str]) -> dict[str, Any]:
+                return {**part, "image": image_content(part["image"])} if "image" in part else part
+
+            return encoder.conversation(
+                [
+                    {**message, "content": [*map(read, message["content"])]}
+                    if isinstance(message["content"], list)
+                    else message
+                    for message in messages
+                ]
+            )
 
         return ChatSession(engine, tokenizer, encode, system=config.system)
 
@@ -302,8 +305,6 @@ class Session:
         self._view.show_replies({name: talk.again(sampling) for name, talk in self._conversations.items()})
 
     def _score(self, name: str) -> None:
-        if any(isinstance(message["content"], list) for message in self._first.messages):
-            raise UserError("/score reads text, the conversation has images: write /clear first")
         if name:
             self._scorer = self._load_scorer(name)
         if self._scorer is None:
@@ -312,6 +313,8 @@ class Session:
             if not talk.messages:
                 raise UserError("/score needs a reply, got none: say something first")
             *prompt, reply = talk.transcript()
+            if any(isinstance(message["content"], list) for message in prompt):
+                raise UserError("/score reads text, the conversation has images: write /clear first")
             (scores,) = self._scorer.score([(prompt, reply["content"], None)])
             names = self._scorer.heads or ("score",)
             self._view.show(f"{label}: " + "  ".join(f"{n} {v:+.3f}" for n, v in zip(names, scores, strict=True)))
