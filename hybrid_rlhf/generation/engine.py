@@ -7,6 +7,7 @@ alone (`GenerationEngine.from_pretrained`) and on the actor of a training run (e
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
@@ -28,6 +29,7 @@ from hybrid_rlhf.generation.batching.requests import (
     RequestMaker,
     continue_requests,
 )
+from hybrid_rlhf.generation.image_loading import ImageReader
 from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.generation.ops.quantisation import Quantization
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams
@@ -54,6 +56,7 @@ class GenerationEngine:
         weight_version: int = 0,
         shared: SharedWeights | None = None,
         keeps_backend: bool = False,
+        make_image_reader: Callable[[], ImageReader] | None = None,
     ) -> None:
         """Wrap a backend; `from_pretrained` and `from_model` build one.
 
@@ -65,11 +68,13 @@ class GenerationEngine:
             shared: inference weights that follow the trained model, with its adapters; none: the caller updates the
                 backend.
             keeps_backend: do not close the backend with the engine, so that a later engine can use it.
+            make_image_reader: gives `image_reader`; none: there is none.
         """
         self._backend: GenerationBackend | None = backend
         self.weight_version = weight_version
         self._shared = shared
         self._keeps_backend = keeps_backend
+        self._make_image_reader = make_image_reader
         self.maker = RequestMaker(
             backend.max_positions,
             backend.trained_positions,
@@ -197,6 +202,15 @@ class GenerationEngine:
         if self._backend is None:
             raise RuntimeError("a generation engine is used inside `inference()`, this one was closed")
         return self._backend
+
+    @functools.cached_property
+    def image_reader(self) -> ImageReader | None:
+        """Reads the images of prompts with the current weights; none: prompts are text.
+
+        Raises:
+            UserError: if the model or its processor reads no images.
+        """
+        return None if self._make_image_reader is None else self._make_image_reader()
 
     @property
     def is_closed(self) -> bool:
