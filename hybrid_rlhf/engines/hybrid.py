@@ -222,7 +222,7 @@ class HybridEngine(ModelEngine):
                 tokenizer=tokenizer,
                 weight_version=self.weight_version,
                 keeps_backend=self._kept is not None,
-                make_image_reader=self._image_reader,
+                image_reader=self._image_reader,
             )
             self.weight_sync_seconds += time.perf_counter() - start
             del backend
