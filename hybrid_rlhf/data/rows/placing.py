@@ -65,7 +65,7 @@ def place_images(
 def with_written_images(messages: Sequence[Message]) -> list[Message]:
     """Messages that people and other programs read: `<image>` in the places of marks."""
     return [
-        message | {"content": message["content"].replace(IMAGE_MARK, _WRITTEN)} if "content" in message else message
+        message | {"content": message["content"].replace(IMAGE_MARK, WRITTEN)} if "content" in message else message
         for message in messages
     ]
 
