@@ -110,6 +110,8 @@ def encode_preference_row(
     record = read_preference_row(location, row, refusal=images.refusal)
     columns = _encode_completions(location, record, tokenizer, limit, images)
     sequences = columns["responses"]
+    if order := columns.get("image_order"):
+        sequences = list(zip(sequences, order, strict=True))
     # Completions that differ only in truncated tokens carry no preference.
     usable = all(sequences[chosen] != sequences[rejected] for chosen, rejected in record.pairs)
     pairs = {"pairs": [list(pair) for pair in record.pairs], "margins": record.margins}

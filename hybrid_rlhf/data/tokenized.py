@@ -7,6 +7,7 @@ training and evaluation, therefore never share a row, independently of the rows 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import form_of, head_index, is_tie, mixed_forms_text, read_ptx_row, read_sft_row
 from hybrid_rlhf.data.rows.sources import open_source
 from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
+from hybrid_rlhf.runtime.files.reading import cache_folder
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -324,11 +326,14 @@ def _tokenize(
         reader = open_source(source)
         fingerprint = reader.fingerprint
 
+    # All images of rows of tokens are in files: such rows are collected, and travel between processes.
+    images = replace(encoding.images, store=cache_folder(config.cache_dir).absolute() / "images")
+
     def make() -> Iterator[dict[str, Any]]:
         progress = ProgressLog(f"tokenising {reader.source.path}", total=reader.count())
         for number, (location, row) in enumerate(progress.track(reader)):
             form = "" if encoding.step != "rl" and is_tie(row) else " + ".join(form_of(encoding.step, row) or ())
-            for columns in encoding.encode(location, row, tokenizer, encoding.limit, images=encoding.images):
+            for columns in encoding.encode(location, row, tokenizer, encoding.limit, images=images):
                 require_rendered(location, row, columns["ignored"])
                 if config.too_long == "drop" and columns["cut"]:
                     columns["usable"] = False
@@ -342,10 +347,12 @@ def _tokenize(
         "too_long": config.too_long,
         "rules": RULES_VERSION,
         **encoding.settings,
-        **encoding.images.settings,
+        **images.settings,
     }
+    if images.layout is not None:
+        key["path"] = os.path.abspath(reader.source.path)  # of images beside the rows
     rows = cached_rows(key, make, cache_dir=config.cache_dir, world=world)
-    if encoding.images.layout is not None:
+    if images.layout is not None:
         changed = world.broadcast_object(changed_files(rows) if world.is_main else [])
         if changed:
             rows = cached_rows(key | {"changed": changed}, make, cache_dir=config.cache_dir, world=world)

@@ -44,7 +44,7 @@ from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import pads, saved_rows, shares_prefixes
 from hybrid_rlhf.models.structure import layer_list
-from hybrid_rlhf.models.vision import FeatureCache
+from hybrid_rlhf.models.vision import FeatureCache, Images
 from hybrid_rlhf.models.weight_split import SplitRanks, split_of
 from hybrid_rlhf.runtime.world import World
 
@@ -131,10 +131,14 @@ class ModelEngine:
         if world.size == 1:
             disable_gradient_allreduce(engine)
 
-    def __call__(self, *args: Any, images: Sequence[Sequence[ImageReference]] | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, *args: Any, images: Images | Sequence[Sequence[ImageReference]] | None = None, **kwargs: Any
+    ) -> Any:
         """Run the forward of the wrapped module, with rows on the host or the device and the images of each row."""
         if images is not None:
-            kwargs["images"] = self.images.loader.images(images, self._feature_cache)
+            if not isinstance(images, Images):
+                images = self.images.loader.images(images, self._feature_cache)
+            kwargs["images"] = images
         offloads = self._options.offload_activations and torch.is_grad_enabled()
         with self._ranks(), ActivationOffload() if offloads else contextlib.nullcontext():
             return self._engine(*args, device=self.device, **kwargs)

@@ -21,8 +21,6 @@ from hybrid_rlhf.models.vision import FeatureCache, ImageEncoder, Images, RowIma
 
 _KEPT_BYTES = 256 * 2**20
 """Pixels that are kept."""
-_BLANK = 32, 32
-"""Width and height of the image of batches without one."""
 
 
 class ImageLoader:
@@ -34,11 +32,7 @@ class ImageLoader:
         self._kept: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
-        self._tokens = functools.cache(self._count_tokens)
-        from PIL import Image  # optional
-
-        pixels = processor.pixels([Image.new("RGB", _BLANK)])
-        self._blank = RowImage(lambda: pixels, self._tokens(*_BLANK), -1)
+        self._blank = processor.blank()
 
     @staticmethod
     def of(path: str, *, trust_remote_code: bool = False) -> ImageLoader:
@@ -57,11 +51,8 @@ class ImageLoader:
 
     def row_image(self, reference: ImageReference) -> RowImage:
         """An image of a row."""
-        tokens = self._tokens(reference.width, reference.height)
+        tokens = self._processor.tokens(reference.width, reference.height)
         return RowImage(functools.partial(self._load, reference), tokens, int(reference.digest, 16))
-
-    def _count_tokens(self, width: int, height: int) -> int:
-        return self._processor.expansion(width, height).count(self._processor.image_token_id)
 
     def _load(self, reference: ImageReference) -> dict[str, Tensor]:
         with self._lock:

@@ -306,14 +306,9 @@ def model_rows(
         before = (real.flatten().cumsum(dim=0).view(real.shape) - 1)[asked] - 1
     counts = order = shard = None
     arguments: dict[str, Any] = {}
-    of_images = None if images is None else ImageRows.of(ImageEncoder(lm), input_ids, real, images)
+    of_images = None if images is None else _image_rows(lm, input_ids, real, images)
     is_packed = packs(lm) and (of_images is None or of_images.are_causal)
     if (world := rows_world(lm)) is not None:
-        if of_images is not None:
-            raise UserError(
-                "images need model.sequence_parallel and model.tensor_parallel 1, got "
-                f"{world.size} ranks that compute rows together: set them to 1"
-            )
         shard = shard_rows(lm, world, input_ids, real, before, device=device)
     elif is_packed:
         keys = None if of_images is None else of_images.keys(input_ids, real)
@@ -352,6 +347,15 @@ def model_rows(
         placed,
     )
     return moved(rows, device)
+
+
+def _image_rows(lm: PreTrainedModel, input_ids: Tensor, real: Tensor, images: Images) -> ImageRows:
+    if (world := rows_world(lm)) is not None:
+        raise UserError(
+            "images need model.sequence_parallel and model.tensor_parallel 1, got "
+            f"{world.size} ranks that compute rows together: set them to 1"
+        )
+    return ImageRows.of(ImageEncoder(lm), input_ids, real, images)
 
 
 def backbone_hidden(

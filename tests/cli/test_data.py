@@ -12,6 +12,7 @@ import pytest
 from tests.support.commands import CommandLine
 from tests.support.messages import assistant, user
 from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
+from tests.support.vision import picture, vision_folder
 
 Write = Callable[..., Path]
 GOOD = {"messages": [user("hi"), assistant("hello\nyou")]}
@@ -65,6 +66,17 @@ def test_check_says_which_answer_is_which(
     ranked = {"prompt": "q", "responses": ["a", "b", "c"], "ranks": [1, 3, 2]}
     found = document(f"check {write_jsonl([ranked], 'ranked.jsonl')} {options}")[1]["previews"]
     assert {each["learned_as"] for each in found} == {"loss" if task == "preference" else "compared"}
+
+
+def test_check_reads_images(tmp_path: Path, write_jsonl: Write, cli: CommandLine, model_folder: Path) -> None:
+    picture(0, (40, 32)).save(tmp_path / "a.png")
+    rows = [{"prompt": "q", "completion": "a", "images": [name]} for name in ("a.png", "b.png")]
+    options = f"data check {write_jsonl(rows)} --task sft"
+    for tokenizer in ("", f"--tokenizer {vision_folder('qwen2_5_vl')}"):
+        shown = cli(f"{options} {tokenizer}").out
+        assert ":2: an image must be a file in the folder of its rows" in shown and shown.endswith("1 problem\n")
+    assert "<|vision_start|>[image 40x32: " in shown
+    assert "images need a vision-language model, got " in cli(f"{options} --tokenizer {model_folder}").out
 
 
 def test_completions_with_labels_are_named_by_them(write_jsonl: Write, model_folder: Path, document: Document) -> None:

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.images.reading import open_image
+from hybrid_rlhf.data.images.reading import open_image, size_within
 from hybrid_rlhf.data.images.references import ImageReference, read_reference, stored_images, tokenised_images
 from tests.support.errors import user_error
 from tests.support.vision import picture
@@ -231,7 +231,26 @@ def test_large_images_are_scaled_down(tmp_path: Path) -> None:
     for pixels, size in ((3000, (60, 50)), (750, (30, 25)), (1, (1, 1))):
         small = reference("a.png", tmp_path, max_pixels=pixels)
         assert (small.width, small.height) == small.image().size == size
-    assert reference(Image.new("RGB", (2000, 10)), max_pixels=100).image().size == (141, 1)
+    assert reference(Image.new("RGB", (2000, 10)), max_pixels=100).image().size == (100, 1)
+    for width, height in ((115852, 579), (400, 2), (1999, 10), (7, 1400)):
+        for pixels in (1, 100, 2**20, 2**26):
+            small_width, small_height = size_within((width, height), pixels)
+            assert max(small_width, small_height) <= 200 * min(small_width, small_height)
+            assert small_width * small_height <= max(pixels, 1)
+
+
+def test_bytes_are_stored_once(tmp_path: Path) -> None:
+    read = [
+        read_reference(source, "x", folder=None, max_pixels=2**20, store=tmp_path)
+        for source in (written(PICTURE), PICTURE, written(picture(2)), {"bytes": written(PICTURE), "path": "a.png"})
+    ]
+    assert read[0] == read[1] == read[3] != read[2] and not any(each.content for each in read)
+    files = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {Path(each.path) for each in read}
+    Path(read[0].path).write_bytes(b"")  # the machine has crashed
+    again = read_reference(PICTURE, "x", folder=None, max_pixels=2**20, store=tmp_path)
+    assert again.path == read[0].path
+    assert np.array_equal(np.asarray(read[0].image()), np.asarray(PICTURE))
 
 
 def test_a_changed_file_is_an_error(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,12 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 import hybrid_rlhf.data.tokenized as tokenized
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.reward import RewardObjectiveConfig
 from hybrid_rlhf.configs.sections.data import RowDataConfig
 from hybrid_rlhf.data.encoding import (
@@ -49,11 +55,19 @@ TEMPLATES = {
     "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
     "{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
-    "qwen2_5_vl": "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    # Qwen's with `add_vision_id`
+    "qwen3_vl": "{% set count = namespace(value=0) %}{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' or 'image' in part %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "{% if part.type == 'image' %}{% set count.value = count.value + 1 %}Picture {{ count.value }}: "
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    # marks of what is generated
+    "qwen2_5_vl": "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content if message.content is string else "
+    "message.content[0].text }}<|im_end|>{% endgeneration %}{% elif message.content is string %}{{ message.content }}"
+    "<|im_end|>{% else %}{% for part in message.content %}{% if part.type == 'image' or 'image' in part %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
 }
 
 
@@ -176,12 +190,39 @@ def test_refused_rows(row: dict[str, Any], rule: str, folder: Path) -> None:
         encode_prompt_row(f"{folder}/rows.jsonl:3", row, tokenizer(), 999, images=rules())
 
 
+SAME = functools.cache(tokenizer)
+values = st.recursive(
+    st.none()
+    | st.integers()
+    | st.binary(max_size=9)
+    | st.sampled_from(["0.png", "data:;base64,AA", "<image>", "\ufdd0"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "image", "text", "bytes", "path", "image_url", "url"]), inner)
+        | st.fixed_dictionaries({"type": st.sampled_from(["image", "text", "image_url"])}, optional={"image": inner})
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=120, suppress_health_check=list(HealthCheck))
+@given(st.fixed_dictionaries({"content": values}, optional={"images": values, "image": values}))
+def test_any_values_of_images(folder: Path, columns: dict[str, Any]) -> None:
+    """Each row is refused in one line, or has an image for each of its marks."""
+    (folder / "rows.jsonl").write_text("")
+    content = columns.pop("content")
+    row = {"prompt": [user(content)], "chosen": "a", "rejected": "b", **columns}
+    with contextlib.suppress(UserError):
+        (encoded,) = encode_preference_row(f"{folder}/rows.jsonl:1", row, SAME(), 9999, images=rules())
+        assert len(tokenised_images(encoded)) == shown(encoded["responses"][0]).count("@")
+
+
 def test_refusals_of_models_and_templates(folder: Path) -> None:
     row = {"prompt": "q", "completion": "a", "images": [picture(0)]}
     refusal = str(images_refused(tiny_model().config))
-    for given in (row, {"messages": [user([IMAGE | {"image": picture(0)}]), assistant("a")]}):
+    for either in (row, {"messages": [user([IMAGE | {"image": picture(0)}]), assistant("a")]}):
         with user_error("f:1: images need a vision-language model, got .*docs/models.md lists, or remove its images"):
-            encode_sft_row("f:1", given, tokenizer(), 99, images=ImageRules(refusal=refusal))
+            encode_sft_row("f:1", either, tokenizer(), 99, images=ImageRules(refusal=refusal))
     with user_error("f:1: a row must be text, got column 'images'"):
         encode_sft_row("f:1", row, tokenizer(), 99)
     with user_error("f:1: a row must be text, got an image: remove the row, or remove its images"):
@@ -282,10 +323,11 @@ def test_tokenised_data(folder: Path, write_jsonl: Callable[..., Path]) -> None:
         before = load(kind, text)
         assert not {"images", "image_order"} & {*before.column_names}
         loaded = load(kind, text, with_images, str(table), images=rules())
-        counts = sorted(len(tokenised_images(row)) for row in loaded)
-        assert counts == [0, 0, 0, 0, 0, 0, 1, 1, 2]
+        images = [tokenised_images(row) for row in loaded]
+        assert sorted(map(len, images)) == [0, 0, 0, 0, 0, 0, 1, 1, 2]
+        assert all(image.path and image.image() for of_row in images for image in of_row), "rows have no bytes"
         same = load(kind, text, images=rules()).remove_columns(
-            ["images", *(["image_order"] if "responses" in before.column_names else [])]
+            ["images", *(["image_order", "prompt_images"] if "responses" in before.column_names else [])]
         )
         assert same.to_list() == before.to_list()
     loaded = load("sft", with_images, images=rules())
@@ -296,6 +338,12 @@ def test_tokenised_data(folder: Path, write_jsonl: Callable[..., Path]) -> None:
         changed = load("sft", with_images, images=rules())
         found = {image.path: image.image().width for row in changed for image in tokenised_images(row)}
         assert found == {str(folder / "0.png"): 40, str(folder / "1.png"): 24}
+    (folder / "copy").mkdir()
+    for name in ("0.png", "1.png"):
+        picture(9, (32, 48)).save(folder / "copy" / name)
+    copied = shutil.copy(with_images, folder / "copy")
+    found = {image.path for row in load("sft", copied, images=rules()) for image in tokenised_images(row)}
+    assert found == {str(folder / "copy" / "0.png"), str(folder / "copy" / "1.png")}
     small = load("sft", with_images, images=rules(max_pixels=100))
     assert all(image.width * image.height <= 100 for row in small for image in tokenised_images(row))
     (folder / "1.png").unlink()
@@ -337,8 +385,8 @@ def test_a_check_shows_sizes_and_names_bad_files(folder: Path, write_jsonl: Call
 
 def test_images_of_rows_from_python_are_written_as_data_uris(folder: Path) -> None:
     image = Image.open(folder / "0.png")
-    for given in (image, (folder / "0.png").read_bytes(), {"bytes": (folder / "0.png").read_bytes()}):
-        row = json.loads(json_line({"prompt": "q", "images": [given]}))
+    for source in (image, (folder / "0.png").read_bytes(), {"bytes": (folder / "0.png").read_bytes()}):
+        row = json.loads(json_line({"prompt": "q", "images": [source]}))
         (encoded,) = encode_prompt_row("f:1", row, tokenizer(), 999, images=rules())
         (read,) = tokenised_images(encoded)
         assert read.image().tobytes() == image.tobytes()

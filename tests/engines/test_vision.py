@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.engines.builder import build_actor
@@ -16,6 +17,10 @@ from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.models.families import unread_weights
 from hybrid_rlhf.models.lora import choose_trained
+from hybrid_rlhf.models.policy import Policy
+from hybrid_rlhf.models.pretrained.processors import ImageProcessor
+from hybrid_rlhf.models.pretrained.saving import save_model
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.models.vision import Images
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec
@@ -23,7 +28,8 @@ from tests.support.errors import user_error
 from tests.support.marks import slow
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_model
-from tests.support.vision import blank_image, build_vision, padded_chats, picture, save_vision
+from tests.support.towers import weights_in
+from tests.support.vision import build_vision, padded_chats, picture, save_vision, vision_processor
 
 CHATS = [
     ([picture(1), "What colour?"], "red"),
@@ -34,13 +40,14 @@ CHATS = [
 """Of two ranks one has all images, the other none."""
 
 
+TRAINED = ("gemma3", "llava", "qwen3_vl")
 Batch = tuple[Tensor, Tensor, Images]
 
 
 def batch_of(family: str) -> Batch:
     """The rows with a blank image."""
     ids, real, images = padded_chats(family, CHATS)
-    return ids, real, replace(images, blank=blank_image(family))
+    return ids, real, replace(images, blank=vision_processor(family).blank())
 
 
 def train(world: World, path: Path, batch: Batch, vision: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +80,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of models with gradients of a usual size."""
     return {
         family: save_vision(tmp_path_factory.mktemp(family), family, build_vision(family, spread=2.0))
-        for family in ("qwen3_vl", "llava")
+        for family in TRAINED
     }
 
 
@@ -99,6 +106,8 @@ def tower_of(family: str, weights: dict[str, Tensor]) -> set[str]:
         ("qwen3_vl", "freeze", 1),
         slow("llava", "train", 1),
         slow("llava", "train", 3),
+        slow("gemma3", "train", 3),
+        slow("gemma3", "freeze", 2),
     ],
 )
 def test_ranks_and_stages_do_not_change_an_update(
@@ -116,8 +125,9 @@ def test_ranks_and_stages_do_not_change_an_update(
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-3)
     assert found["weights"].keys() == expected["weights"].keys()
-    for name, weight in found["weights"].items():  # Adam's first updates are lr, also of gradients that round to 0
-        assert float((weight - expected["weights"][name]).abs().mean()) < 1e-4, name
+    for name, weight in found["weights"].items():
+        if not name.endswith("k_proj.bias"):  # attention does not depend on it: Adam scales what rounding leaves
+            assert float((weight - expected["weights"][name]).abs().mean()) < 1e-4, name
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
@@ -133,6 +143,31 @@ def test_a_tower_is_kept_or_trained_without_decay(
     assert (family == "llava") == bool(unread)
     for name in trained:
         assert torch.equal(trained[name], before[name]) == (name in unread), name
+
+
+@pytest.mark.parametrize(("family", "stage"), [("qwen2_5_vl", 3), slow("qwen2_5_vl", 2), slow("gemma3", 3)])
+def test_transformers_reads_a_trained_tower(family: str, stage: int, tmp_path: Path, world: World) -> None:
+    """Under the names that the loaded folder has, with its processor; it computes what training computes."""
+    loaded = save_vision(tmp_path / "loaded", family, build_vision(family, spread=2.0))
+    spec = actor_spec(loaded, stage=stage)
+    engine = build_actor(replace(spec, model=replace(spec.model, vision="train")), world)
+    ids, real, images = batch_of(family)
+    text = real & ~torch.isin(ids, torch.tensor(engine.module.head.convention.banned))
+    engine.backward(sft_loss(engine(ids, real, text, images=images)[0], mask=text).total, count=100)
+    engine.step()
+    saved = tmp_path / "saved"
+    save_model(saved, full_tensors(engine.lm, world), lm=engine.lm, tokenizer=load_tokenizer(str(loaded)), world=world)
+    before, after = weights_in(loaded), weights_in(saved)
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before if "patch_embed" in name)
+    files = ("preprocessor_config.json", "processor_config.json")
+    assert all((saved / name).read_bytes() == (loaded / name).read_bytes() for name in files)
+    with torch.no_grad():
+        logprobs, _ = engine(ids, real, text, images=images)
+        opened = Policy(AutoModelForImageTextToText.from_pretrained(saved, dtype=torch.float32).eval())
+        found, _ = opened(ids, real, text, images=images)
+    torch.testing.assert_close(found, logprobs, atol=1e-5, rtol=0)
+    ImageProcessor.load(str(saved), load_tokenizer(str(saved)))
 
 
 def test_what_cannot_train_a_tower_is_refused() -> None:

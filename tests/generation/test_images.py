@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.functional.logprobs import agreement
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching import capacity, continuous, workspace
@@ -21,11 +22,20 @@ from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, page_bytes
 from hybrid_rlhf.generation.open_batch import PromptBatch
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops import gpu as kernels
-from hybrid_rlhf.generation.scoring import whole_hidden
-from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE, probe_logprobs
-from hybrid_rlhf.models.structure import language_model_of, text_model_of
+from hybrid_rlhf.generation.scoring import InferenceScorer, described_scorer
+from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights
+from hybrid_rlhf.generation.weights.probe import (
+    LOW_PRECISION_TOLERANCE,
+    check_inference_weights,
+    probe_hidden,
+    probe_logprobs,
+)
+from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
+from hybrid_rlhf.models.policy import Scorer
+from hybrid_rlhf.models.pretrained.loading import load_model
+from hybrid_rlhf.models.structure import language_model_of, layer_list, text_model_of
 from hybrid_rlhf.models.vision import EncodedImages, ImageEncoder, RowImage
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.errors import user_error
 from tests.support.generation import Steps, engine_of, token_ids_of
 from tests.support.marks import faults
@@ -35,6 +45,7 @@ from tests.support.vision import (
     build_vision,
     chat_ids,
     model_arguments,
+    padded_chats,
     picture,
     row_images,
     vision_folder,
@@ -294,23 +305,47 @@ def test_images_of_an_open_batch() -> None:
             batch.prompt_logprobs(prompts.ids[2])
 
 
-@pytest.mark.parametrize("family", [*DEFAULT, *map(faults, sorted({*FAMILIES} - {*DEFAULT}))])
-def test_probe_and_scoring_read_images(family: str) -> None:
-    prompts = Prompts.of(family, CONTENTS[2:5])
+@by_family("qwen3_vl")
+def test_a_probe_observes_what_the_layers_of_the_model_return(family: str) -> None:
+    prompts = Prompts.of(family, CONTENTS[2:3])
     decoder = engine_of(prompts.lm).backend.decoder
+    expected = list[Tensor]()
+    for layer in layer_list(prompts.lm):
+        layer.register_forward_hook(lambda _, inputs, output: expected.append(output[0]))
+    logprobs = prompts.logprobs(0)
     with torch.no_grad():
-        encoded = [None if images is None else images.encode() for images in prompts.images()]
-    expected = prompts.logprobs(0)
-    torch.testing.assert_close(probe_logprobs(decoder, prompts.ids[0], encoded[0]), expected, atol=1e-5, rtol=0)
-    ids = torch.zeros(4, max(map(len, prompts.ids)), dtype=torch.long)  # a row has no token
-    real = torch.zeros_like(ids, dtype=torch.bool)
-    for row, tokens in enumerate(prompts.ids):
-        ids[row, -len(tokens) :], real[row, -len(tokens) :] = torch.tensor(tokens), True
-    states = whole_hidden(decoder, ids, real, images=[*encoded, None])
-    rows = decoder.logits(states).split([len(tokens) for tokens in prompts.ids])
-    for index, (logits, tokens) in enumerate(zip(rows, prompts.ids, strict=True)):
-        found = selected(logits[:-1], tokens[1:])
-        torch.testing.assert_close(found, prompts.logprobs(index), atol=1e-5, rtol=0)
+        [images] = [images.encode() for images in prompts.images()]
+    embedded, *found = probe_hidden(decoder, prompts.ids[0], images)
+    assert torch.equal(embedded[images.places], images.states)
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(probe_logprobs(decoder, prompts.ids[0], images), logprobs, atol=1e-5, rtol=0)
+
+
+@by_family(*DEFAULT)
+def test_scores_are_those_of_the_training_forward(family: str) -> None:
+    path = str(vision_folder(family))
+    lm, _ = load_model(path, "scorer", config=ModelConfig(path=path), dtype=torch.float32)
+    torch.nn.init.normal_(lm.score.weight)
+    chats = [([picture(1), "What?"], "red"), (["no image"], "here"), (["Hi ", picture(3), picture(4)], "abc")]
+    ids, real, images = padded_chats(family, chats)
+    encoder = ImageEncoder(lm)
+    named = dict(lm.named_parameters())
+    weights = InferenceWeights(described_scorer(lm, named), world=solo_world(ids.device), dtype=torch.float32)
+    scorer = InferenceScorer(weights.build((name, weight, True) for name, weight in named.items()))
+    with torch.no_grad():
+        expected = Scorer(lm)(ids, real, images=images)
+        rows = zip(images.rows, ids, real, strict=True)
+        encoded = [encoder.encode(row, tokens[mask].tolist()) if row else None for row, tokens, mask in rows]
+    torch.testing.assert_close(scorer(ids, real, encoded), expected, atol=1e-4, rtol=0)
+
+
+def test_wrong_weights_are_noticed_with_banned_tokens() -> None:
+    lm = build_vision("qwen3_vl").bfloat16()
+    decoder = engine_of(lm).backend.decoder
+    expected = module_logprobs(lm, probe_tokens(decoder.architecture.vocab_size))
+    check_inference_weights(decoder, expected)
+    with user_error("inference weights must agree"):
+        check_inference_weights(decoder, expected - 1.0)
 
 
 def tokens_of_rank(

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoProcessor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES, images_refused
+from hybrid_rlhf.models.pretrained import processors
 from hybrid_rlhf.models.pretrained.processors import ImageProcessor
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from tests.support.tiny import save_tiny, tiny_model
@@ -61,7 +62,7 @@ def test_tokens_and_pixels_equal_those_of_transformers(family: str) -> None:
         assert torch.equal(value, expected[name])
 
 
-def test_refusals_say_why(tmp_path: Path) -> None:
+def test_refusals_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "(cross attention)" in str(images_refused(AutoConfig.for_model("mllama")))
     assert "(query tokens)" in str(images_refused(AutoConfig.for_model("blip-2")))
     assert "(not tested)" in str(images_refused(AutoConfig.for_model("aria")))
@@ -69,6 +70,9 @@ def test_refusals_say_why(tmp_path: Path) -> None:
     assert ImageProcessor.find(folder, load_tokenizer(folder)) is None
     with pytest.raises(UserError, match="images need a vision-language model, got LlamaForCausalLM: choose"):
         ImageProcessor.load(folder, load_tokenizer(folder))
+    monkeypatch.setattr(processors, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="images need Pillow, which is not installed: run pip install"):
+        ImageProcessor.load(str(vision_folder("llava")), load_tokenizer(str(vision_folder("llava"))))
 
 
 def test_the_key_depends_on_settings(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,15 +18,18 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.models.distillation import Student, Teacher, TeacherTargets
+from hybrid_rlhf.models.families import has_mixers
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES
-from hybrid_rlhf.models.packing import packs, saved_rows, use_packing
+from hybrid_rlhf.models.packing import packs, saved_rows, set_tensor_world, use_packing
 from hybrid_rlhf.models.policy import Policy, Scorer, scores_at_end
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.structure import backbone_of, text_model_of
 from hybrid_rlhf.models.vision import ImageEncoder, Images
+from hybrid_rlhf.runtime.world import World
+from tests.support.errors import user_error
+from tests.support.tiny import tiny_model
 from tests.support.vision import (
     FAMILIES,
-    blank_image,
     build_vision,
     chat_ids,
     model_arguments,
@@ -33,6 +37,7 @@ from tests.support.vision import (
     picture,
     row_images,
     save_vision,
+    vision_processor,
 )
 
 Chat = tuple[Sequence[str | Image.Image], str]
@@ -80,14 +85,16 @@ def text_mask(lm: PreTrainedModel, ids: Tensor, real: Tensor) -> Tensor:
 
 
 def require_same_gradients(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
-    """Relative to each weight's own gradient. Rounding also leaves a part of the largest."""
+    """Relative to each weight's own gradient, which a recurrence over the tokens lets cancel; rounding also leaves a
+    part of the largest."""
+    bound = 1e-4 if has_mixers(ours.config) else 1e-5
     expected = {name: weight.grad for name, weight in theirs.named_parameters() if weight.grad is not None}
     largest = max(float(grad.norm()) for grad in expected.values())
     found = {name: weight.grad for name, weight in ours.named_parameters() if weight.grad is not None}
     assert expected.keys() == found.keys()
     assert any("vis" in name and float(grad.norm()) > 1e-4 * largest for name, grad in expected.items())
     for name, grad in expected.items():
-        assert float((found[name] - grad).norm()) <= 1e-5 * float(grad.norm()) + 1e-7 * largest, name
+        assert float((found[name] - grad).norm()) <= bound * float(grad.norm()) + 1e-7 * largest, name
 
 
 @pytest.mark.parametrize("family", every(*FEW))
@@ -120,11 +127,26 @@ def test_rows_equal_those_of_transformers(family: str, chats: list[Chat]) -> Non
     require_same_gradients(ours, theirs)
     (read,) = calls
     distinct = {image.key: image for row in images.rows for image in row}
-    pixels = [image.arguments["pixel_values"] for image in distinct.values()]
+    pixels = [image.load()["pixel_values"] for image in distinct.values()]
     assert read["pixel_values"].shape == torch.cat(pixels, dim=VISION_FAMILIES[family].joined_dim).shape
     shares = chats is ALIKE and family not in ("gemma3", "qwen3_5")
     assert bool(saved_rows(ours)) == shares
     assert packs(ours)
+
+
+@pytest.mark.parametrize("family", every("glm4v"))
+def test_padded_rows_equal_packed_ones(family: str) -> None:
+    """Padded on the left, by a model whose attention does not separate packed rows."""
+    torch.set_num_threads(1)
+    lm = random_lm(family)
+    ids, real, images = padded_chats(family, MIXED)
+    left = real.to(torch.int8).argsort(dim=1, stable=True)
+    moved = ids.gather(1, left), real.gather(1, left)
+    with torch.no_grad():
+        padded, _ = Policy(lm)(*moved, text_mask(lm, *moved), images=images)
+        use_packing(lm)
+        packed, _ = Policy(lm)(ids, real, text_mask(lm, ids, real), images=images)
+    torch.testing.assert_close(padded[moved[1]], packed[real], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", every("qwen2_5_vl"))
@@ -157,9 +179,10 @@ def test_a_blank_image_changes_nothing(family: str) -> None:
     plain.sum().backward()
     expected = {name: weight.grad.clone() for name, weight in lm.named_parameters() if weight.grad is not None}
     lm.zero_grad()
-    found, _ = policy(ids, real, real, images=replace(images, blank=blank_image(family)))
+    found, _ = policy(ids, real, real, images=replace(images, blank=vision_processor(family).blank()))
     found.sum().backward()
-    torch.testing.assert_close(found, plain, atol=1e-6, rtol=0)
+    for logprobs in (found, policy(ids, real, real, images=images)[0]):
+        torch.testing.assert_close(logprobs, plain, atol=1e-6, rtol=0)
     tower = 0
     for name, weight in lm.named_parameters():
         if name in expected:
@@ -201,10 +224,17 @@ def test_encoded_images_are_what_the_language_model_reads(family: str) -> None:
     assert len(encoded.spans) == (3 if family == "gemma3" else 0)
 
 
-def test_image_tokens_without_an_image_are_an_error() -> None:
+def test_images_that_cannot_be_placed_are_an_error() -> None:
+    """Tokens without an image are a fault of the caller, models and settings that read none one of the user."""
     ids, real, images = padded_chats("llava", [([picture(1), "?"], "yes")])
+    lm = build_vision("llava")
     with pytest.raises(ValueError, match="a row has 16 image tokens, its images have 0"):
-        Policy(build_vision("llava"))(ids, real, real, images=Images([[]]))
+        Policy(lm)(ids, real, real, images=Images([[]]))
+    with user_error("images need a vision-language model, got llama: choose a type that docs/models.md lists"):
+        Policy(tiny_model())(ids, real, real, images=images)
+    set_tensor_world(lm, cast("World", SimpleNamespace(size=2)))
+    with user_error("images need model.sequence_parallel and model.tensor_parallel 1, got 2 ranks that compute rows"):
+        Policy(lm)(ids, real, real, images=images)
 
 
 @pytest.mark.parametrize("family", every("qwen3_vl"))

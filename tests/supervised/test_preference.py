@@ -187,7 +187,7 @@ class TableEngine:
         self.shares: list[list[float]] = []
         self.drop_weights = Mock()
 
-    def __call__(self, ids: Tensor, attention: Tensor, response: Tensor) -> tuple[Tensor, None]:
+    def __call__(self, ids: Tensor, attention: Tensor, response: Tensor, *, images: None) -> tuple[Tensor, None]:
         self.read.append(tuple(ids.shape))
         return torch.where(response & attention, self.weight * ids, 0.0), None
 

@@ -322,19 +322,7 @@ def model_arguments(family: str, ids: Sequence[int], images: Sequence[Image.Imag
 def row_images(family: str, images: Sequence[Image.Image]) -> list[RowImage]:
     """Images of a row as their model reads them; equal pictures have equal keys."""
     processor = vision_processor(family)
-    return [
-        RowImage(
-            functools.partial(processor.pixels, [image]),
-            processor.expansion(*image.size).count(processor.image_token_id),
-            hash((image.size, image.tobytes())),
-        )
-        for image in images
-    ]
-
-
-def blank_image(family: str) -> RowImage:
-    """A small image without content."""
-    return row_images(family, [Image.new("RGB", (16, 16))])[0]
+    return [processor.row_image(image, hash((image.size, image.tobytes()))) for image in images]
 
 
 def padded_chats(

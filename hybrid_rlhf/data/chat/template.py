@@ -200,7 +200,9 @@ class ChatTemplate:
         turns = [{**_USER, "content": IMAGE_MARK * count + _PROBE} for count in (1, 2)]
         one, two = map(self._try_render, turns)
         start = len(os.path.commonprefix([one, two]))
-        return two[start : start + len(two) - len(one)]
+        second = two[start : start + len(two) - len(one)]
+        # Images may be numbered (`add_vision_id` of Qwen): their text is what follows the number.
+        return os.path.commonprefix([two[:start][::-1], second[::-1]])[::-1]
 
     def _with_marks(
         self, messages: Sequence[Message], text: str, spans: list[tuple[int, int]]
@@ -221,7 +223,8 @@ class ChatTemplate:
                 "set data.chat_template to the template of a vision-language model"
             )
         marked = re.sub(pattern, lambda match: IMAGE_MARK + match[0], text)
-        return marked, [tuple(place + bisect_left(starts, place) for place in span) for span in spans]  # type: ignore[misc]
+        moved = lambda place: place + len(IMAGE_MARK) * bisect_left(starts, place)  # noqa: E731
+        return marked, [(moved(begin), moved(stop)) for begin, stop in spans]
 
     @cached_property
     def call_text(self) -> str:

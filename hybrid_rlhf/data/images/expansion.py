@@ -53,6 +53,8 @@ class ImageRules:
     """Why rows may have no images, as an error without its last fix; empty: they may."""
     max_pixels: int = 2**20
     """Larger images are scaled down."""
+    store: Path | None = None
+    """See `read_reference`."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -68,7 +70,7 @@ class ImageRules:
         try:
             folder = _folder(location) if sources else None
             return [
-                read_reference(source, f"image {number}", folder=folder, max_pixels=self.max_pixels)
+                read_reference(source, f"image {number}", folder=folder, max_pixels=self.max_pixels, store=self.store)
                 for number, source in enumerate(sources, start=1)
             ]
         except UserError as error:
@@ -151,5 +153,6 @@ def stored_columns(
 
 def _folder(location: str) -> Path | None:
     """The folder of the file in which a row is located, FILE:LINE or FILE: row NUMBER; None if it is in no file."""
-    file = Path(location.rpartition(":")[0])
-    return file if file.is_dir() else file.parent if file.is_file() else None
+    name = location.rpartition(":")[0]
+    file = Path(name)
+    return None if not name else file if file.is_dir() else file.parent if file.is_file() else None

@@ -91,9 +91,11 @@ def scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def size_within(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
-    """A size with the same ratio of sides and at most a number of pixels."""
+    """A size with at most a number of pixels, and the same ratio of sides but for rounding."""
     factor = min(1.0, math.sqrt(max_pixels / (size[0] * size[1])))
-    return max(1, int(size[0] * factor)), max(1, int(size[1] * factor))
+    sides = [max(1, int(side * factor)) for side in size]
+    width, height = (min(side, _MOST_RATIO * min(sides), max_pixels) for side in sides)
+    return width, height
 
 
 def image_digest(image: Image.Image) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import os
+import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +53,7 @@ class ImageReference:
     """In pixels, as the tower reads it: upright and scaled down."""
     height: int
     path: str = ""
-    """Absolute; empty if the bytes are here."""
+    """Of its file, absolute; empty if the bytes are here."""
     content: bytes = b""
     version: str = ""
     """Length and time of the file when it was read."""
@@ -66,7 +68,7 @@ class ImageReference:
             content = self.content or Path(self.path).read_bytes()
         except OSError as error:
             raise UserError(f"{_STAYS}, {self.path} cannot be read ({error.strerror}): put it back") from error
-        image = scaled(open_image(content, self.path), (self.width, self.height))
+        image = scaled(open_image(content, self.path or "that of a row"), (self.width, self.height))
         if image_digest(image) != self.digest:
             raise UserError(f"{_STAYS}, {self.path} has changed: start the run again")
         return image
@@ -92,7 +94,9 @@ def changed_files(rows: datasets.Dataset) -> list[list[str]]:
     return sorted([path, now] for path, read in {*files} if path and (now := _version(path)) != read)
 
 
-def read_reference(source: Any, name: str, *, folder: Path | None, max_pixels: int) -> ImageReference:
+def read_reference(
+    source: Any, name: str, *, folder: Path | None, max_pixels: int, store: Path | None = None
+) -> ImageReference:
     """Read an image once, whole.
 
     Args:
@@ -100,6 +104,7 @@ def read_reference(source: Any, name: str, *, folder: Path | None, max_pixels: i
         name: what an error calls an image without a path.
         folder: the folder of the file that has the row; None: paths are refused.
         max_pixels: larger images are scaled down.
+        store: folder to which bytes are written, equal ones once; None: the reference has them.
 
     Raises:
         UserError: for an image that cannot be read, and for any other source.
@@ -110,7 +115,17 @@ def read_reference(source: Any, name: str, *, folder: Path | None, max_pixels: i
         path = _file(source, folder)
         return _file_reference(path, _version(path), max_pixels)
     content = _content(source, name)
-    return _reference(content, name, max_pixels, content=content)
+    read = _reference(content, name, max_pixels)
+    if store is None:
+        return replace(read, content=content)
+    digest = hashlib.sha256(content).hexdigest()[:32]
+    file = store / digest[:2] / digest
+    if not file.exists() or file.stat().st_size < len(content):  # from before a crash of the machine
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_name(f"{digest}.{uuid.uuid4().hex[:8]}.partial")  # another run may write it, too
+        beside.write_bytes(content)
+        os.replace(beside, file)
+    return replace(read, path=str(file), version=_version(str(file)))
 
 
 @lru_cache(_KNOWN_FILES)

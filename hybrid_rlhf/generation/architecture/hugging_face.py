@@ -22,8 +22,9 @@ from hybrid_rlhf.generation.architecture.model_description import (
 )
 from hybrid_rlhf.generation.architecture.recurrence import KINDS
 from hybrid_rlhf.models.families import Family, family_of, head_convention
+from hybrid_rlhf.models.families.vision import VISION_FAMILIES
 from hybrid_rlhf.models.lora import plain_name
-from hybrid_rlhf.models.structure import language_model_of, text_model_of
+from hybrid_rlhf.models.structure import text_model_of
 
 SCORE_HEAD = "score"
 """Role of a scorer's head. Every rank holds all of it; no row of the family table names it."""
@@ -226,11 +227,11 @@ def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
     if kind not in _STATIC_ROPE:
         raise NotDescribed(f"rotary positions of type {kind} change with the length")
     inv_freq = getattr(module, f"{prefix}inv_freq").detach().float().cpu()
-    axes = None if language_model_of(lm) is None else _axes(module, inv_freq)
+    axes = _axes(module) if lm.config.model_type in VISION_FAMILIES else None
     return Rotary(inv_freq, float(getattr(module, f"{prefix}attention_scaling")), axes)
 
 
-def _axes(module: Any, inv_freq: Tensor) -> Tensor | None:
+def _axes(module: Any) -> Tensor | None:
     """Return `Rotary.axes` of a rotary module, read from its own forward; None if it has one axis."""
     if not hasattr(module, "mrope_section"):
         return None
@@ -240,9 +241,9 @@ def _axes(module: Any, inv_freq: Tensor) -> Tensor | None:
         [[row]] = module(like, torch.tensor(positions, device=like.device)[:, None, None])[1]
         return row.cpu()  # type: ignore[no-any-return]
 
-    count = len(inv_freq)
+    first, second = sines(1, 1, 1).chunk(2)
     # each frequency is in both halves, or in neighbouring dimensions (GLM-4V)
-    once = slice(count) if torch.allclose(sines(1, 1, 1)[:count], inv_freq.sin()) else slice(None, None, 2)
+    once = slice(len(first)) if torch.equal(first, second) else slice(None, None, 2)
     return torch.stack([sines(1, 0, 0), sines(0, 1, 0), sines(0, 0, 1)])[:, once].abs().argmax(dim=0)
 
 

@@ -32,8 +32,9 @@ class PromptImages:
     keys: Sequence[int]
     """For each image token the key of its image: negative, so that it is no token id."""
     encode: Callable[[], EncodedImages]
-    """Runs the tower, on the thread that decodes. The result must depend on `places` and `keys` alone while the weights
-    of the tower do not change."""
+    """Runs the tower, on the thread that decodes, and on each rank that shares the model. The result depends on
+    `places` and `keys` alone while the weights of the tower do not change. Where one rank submits a turn for all that
+    share the model, the others receive a copy by pickle."""
     offset: int = 0
     """Difference of position of rotation and index after the prompt, from the time when a request of it has entered."""
 

@@ -341,10 +341,10 @@ class Decoder:
                 x = x + self._of_input(x, inputs[:, index], layer)
             if layer.scale is not None:
                 x = x * layer.scale
-            if images is not None and index < len(images.deep):
-                x = x.index_add(0, images.index, images.deep[index].to(x.dtype))
             if observe is not None:
                 observe(x)
+            if images is not None and index < len(images.deep):
+                x = x.index_add(0, images.index, images.deep[index].to(x.dtype))
         if routes:
             cache.write_routes(attend.places[0], routes)
         return x

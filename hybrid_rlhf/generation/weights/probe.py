@@ -133,7 +133,7 @@ def agreement_with(decoder: Decoder, expected: Tensor) -> LogprobAgreement:
         # int8 rounds by 1/127 of the largest value, bfloat16 by 1/128
         dtype=torch.bfloat16 if quantised else decoder.dtype,
         low_precision=QUANTISED_TOLERANCE if quantised else LOW_PRECISION_TOLERANCE,
-        magnitude=float(logits.abs().amax(dim=-1).mean()),
+        magnitude=float(logits.masked_fill(logits == -torch.inf, 0.0).abs().amax(dim=-1).mean()),  # of banned tokens
     )
 
 

@@ -14,6 +14,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from hybrid_rlhf.models.families import unread_weights
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES, banned_ids, image_token_id, images_refused
 from hybrid_rlhf.models.pretrained.folders import load_config, reading
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers
+from hybrid_rlhf.models.vision import RowImage
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -129,6 +131,21 @@ class ImageProcessor:
         """The model's arguments for some images, at least one: float32 pixel values, sizes, masks."""
         read = self._read(images)
         return {name: value for name, value in read.items() if name not in _OF_TEXT}
+
+    def tokens(self, width: int, height: int) -> int:
+        """Number of image tokens of an image of a size, which carry its states."""
+        token = self._processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        return self.expansion_text(width, height).count(token)
+
+    def row_image(self, image: Image.Image, key: int) -> RowImage:
+        """An image for the tower; images with one `key` are equal."""
+        return RowImage(partial(dict, self.pixels([image])), self.tokens(*image.size), key)
+
+    def blank(self) -> RowImage:
+        """A small image without content (`Images.blank`)."""
+        from PIL import Image
+
+        return self.row_image(Image.new("RGB", (32, 32)), key=0)
 
     def _read(self, images: Sequence[Image.Image]) -> dict[str, Any]:
         """What the processor returns for images, as those of one row."""
