@@ -23,6 +23,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import EngineFacts, EngineOptions, ModelEngine, Role
+from hybrid_rlhf.engines.image_check import check_images
 from hybrid_rlhf.engines.partition import base_weights, full_weights, gathered, has_partitions
 from hybrid_rlhf.engines.residency.offload import OffloadedStates
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
@@ -222,7 +223,7 @@ class HybridEngine(ModelEngine):
                 tokenizer=tokenizer,
                 weight_version=self.weight_version,
                 keeps_backend=self._kept is not None,
-                image_reader=self._image_reader,
+                image_reader=lambda: ImageReader(self.images.loader, self._image_encoder()),
             )
             self.weight_sync_seconds += time.perf_counter() - start
             del backend
@@ -235,10 +236,16 @@ class HybridEngine(ModelEngine):
                 self.module.train(was_training)
         self.weight_sync_seconds += time.perf_counter() - left
 
-    def _image_reader(self) -> ImageReader:
-        """Reads images with the tower of the training weights, or its copy."""
+    def _image_encoder(self) -> ImageEncoder:
+        """The tower of the training weights, or its copy."""
         lm = self.lm if self._tower is None else self._tower.lm
-        return ImageReader(self.images.loader, ImageEncoder(lm, device=self.device, cache=self.images.cache))
+        return ImageEncoder(lm, device=self.device, cache=self.images.cache)
+
+    def _has_read_images(self) -> bool:
+        """True if a rank has read an image. Every rank calls."""
+        if images_refused(self.lm.config) is not None:
+            return False
+        return any(self.world.all_gather_objects("loader" in vars(self.images)))
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
@@ -289,6 +296,9 @@ class HybridEngine(ModelEngine):
             updates=self.weight_version,
             elements=self._elements.worst,
         )
+        if self._has_read_images():
+            limit, updates = self._check.limit, self.weight_version
+            check_images(decoder, self, self._image_encoder(), limit=limit, updates=updates)
         seconds = time.perf_counter() - start
         self.weight_check_seconds += seconds
         self.weight_sync_seconds -= seconds  # the caller measures both

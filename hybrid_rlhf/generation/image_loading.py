@@ -69,6 +69,13 @@ class ImageLoader:
         blank = self._blank if cache is None else None
         return Images([[self.row_image(reference) for reference in row] for row in rows], blank, cache)
 
+    @functools.cached_property
+    def probe(self) -> RowImage:
+        """A fixed image with which towers are compared."""
+        from PIL import Image
+
+        return self._processor.row_image(Image.radial_gradient("L").resize((64, 48)).convert("RGB"), key=-1)
+
     def row_image(self, reference: ImageReference) -> RowImage:
         """An image of a row."""
         tokens = self.processor.tokens(reference.width, reference.height)

@@ -152,14 +152,18 @@ class ImageEncoder:
         deep = getattr(output, "deepstack_features", None) or ()
         return [_joined(part) for part in (output.pooler_output, *deep)]
 
-    def positions(self, input_ids: Tensor, images: Sequence[RowImage]) -> Tensor | None:
+    def positions(
+        self, input_ids: Tensor, images: Sequence[RowImage], cache: FeatureCache | None = None
+    ) -> Tensor | None:
         """Rotary positions [T, 3] of a row of tokens [T]; None for models whose positions have one axis."""
         backbone: Any = backbone_of(self._lm)
         if not hasattr(backbone, "get_rope_index"):
             return None
         if not images:
             return torch.arange(len(input_ids))[:, None].expand(-1, 3)
-        grid = torch.cat([image.load()["image_grid_thw"] for image in images])
+        grid = torch.cat(
+            [image.load()["image_grid_thw"] if cache is None else cache.grid(self, image) for image in images]
+        )
         marks = (input_ids == self.token_id).int()
         found: Tensor = backbone.get_rope_index(input_ids[None], mm_token_type_ids=marks[None], image_grid_thw=grid)[0]
         return found[:, 0].t()
@@ -182,25 +186,32 @@ class FeatureCache:
     def __init__(self, most_bytes: int = FEATURE_BYTES) -> None:
         """Begin empty; `most_bytes`: maximum bytes of the states that are kept."""
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[int, list[Tensor]] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[list[Tensor], dict[str, Tensor]]] = OrderedDict()
         """By the key of the image; least recently used first."""
         self._bytes = 0
 
     def of(self, encoder: ImageEncoder, images: Sequence[RowImage]) -> tuple[Tensor, ...]:
         """What `ImageEncoder.features` returns for images, on the host."""
-        return tuple(torch.cat(parts) for parts in zip(*(self._of(encoder, image) for image in images), strict=True))
+        return tuple(torch.cat(parts) for parts in zip(*(self._of(encoder, image)[0] for image in images), strict=True))
 
-    def _of(self, encoder: ImageEncoder, image: RowImage) -> list[Tensor]:
+    def grid(self, encoder: ImageEncoder, image: RowImage) -> Tensor:
+        """The argument of the model that positions depend on, without a load of the pixels."""
+        return self._of(encoder, image)[1]["image_grid_thw"]
+
+    def _of(self, encoder: ImageEncoder, image: RowImage) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """What the tower computes, and the arguments that are no pixels."""
         if image.key in self._kept:
             self._kept.move_to_end(image.key)
             return self._kept[image.key]
+        arguments = encoder.joined([image], encoder.dtype)
         # a training forward reads them too, which it cannot if they are inference tensors
         with torch.inference_mode(mode=False), torch.no_grad():
-            found = [part.cpu() for part in encoder.computed(encoder.joined([image], encoder.dtype))]
+            features = [part.cpu() for part in encoder.computed(arguments)]
+        found = features, {name: value for name, value in arguments.items() if not value.is_floating_point()}
         self._kept[image.key] = found
-        self._bytes += sum(part.nbytes for part in found)
+        self._bytes += _bytes_of(features)
         while self._bytes > self._most_bytes:
-            self._bytes -= sum(part.nbytes for part in self._kept.popitem(last=False)[1])
+            self._bytes -= _bytes_of(self._kept.popitem(last=False)[1][0])
         return found
 
 
@@ -244,7 +255,7 @@ class ImageRows:
             if states:
                 source[marks] = torch.cat(states)
             sources.append(source)
-            positions.append(encoder.positions(row, of_row))
+            positions.append(encoder.positions(row, of_row, images.cache))
         axes = [position for position in positions if position is not None]
         if not distinct and images.blank is not None:
             distinct[images.blank.key] = images.blank
@@ -336,3 +347,7 @@ def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:
     """States [n, H] of images that a model returns as a tensor, or for each image."""
     whole = parts if isinstance(parts, Tensor) else torch.cat(list(parts))
     return whole.flatten(0, -2)
+
+
+def _bytes_of(parts: Sequence[Tensor]) -> int:
+    return sum(part.nbytes for part in parts)

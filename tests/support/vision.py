@@ -1,6 +1,6 @@
 """Tiny random vision-language models with processors of transformers in folders, and pictures for them.
 
-The nine families of VISION_FAMILIES; tokens are bytes, so that answers can be read. Processors are built without their
+The families of VISION_FAMILIES; tokens are bytes, so that answers can be read. Processors are built without their
 part for videos, as the library builds them.
 """
 
@@ -35,6 +35,7 @@ CHATML = (
 )
 """A template with content parts, in which IMAGE stands for what a family writes for an image."""
 _BASE = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_QWEN_FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
 _QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _TILES = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"] + [
     f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)
@@ -42,12 +43,13 @@ _TILES = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global
 _GLM = ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>"]
 _TOKENS = {
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+    "glm46v": _GLM,
     "glm4v": _GLM,
     "idefics3": _TILES,
     "internvl": ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"],
     "llava": ["<image>"],
     "smolvlm": [*_TILES, "<video>"],
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), _QWEN),
+    **dict.fromkeys(_QWEN_FAMILIES, _QWEN),
 }
 _NAMED = {
     "gemma3": {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
@@ -61,10 +63,10 @@ _NAMED = {
 """Tokens that the tokenizers of two families have as attributes."""
 _WRITTEN = {
     "gemma3": "<start_of_image>",
-    "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
+    **dict.fromkeys(("glm46v", "glm4v"), "<|begin_of_image|><|image|><|end_of_image|>"),
     "internvl": "<IMG_CONTEXT>",
     **dict.fromkeys(("idefics3", "llava", "smolvlm"), "<image>"),
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"),
+    **dict.fromkeys(_QWEN_FAMILIES, "<|vision_start|><|image_pad|><|vision_end|>"),
 }
 """What templates write for an image."""
 _TEXT: dict[str, Any] = {
@@ -96,6 +98,20 @@ _PATCH_IMAGES = {
 }
 _TILED = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}, "do_image_splitting": True}
 _SIDE = {"size": {"height": 32, "width": 32}}
+_RECURRENT: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": {
+        **_ROPE,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
         {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
@@ -109,22 +125,22 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[
         _PATCH_IMAGES,
         {},
     ),
-    "qwen3_5": (
+    "qwen3_5": (_RECURRENT, {**_PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": []}, _PATCH_IMAGES, {}),
+    "qwen3_5_moe": (
         {
-            "head_dim": 16,
-            "rope_parameters": {
-                **_ROPE,
-                "mrope_section": [1, 1, 0],
-                "mrope_interleaved": True,
-                "partial_rotary_factor": 0.25,
-            },
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
+            **_RECURRENT,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
         },
         {**_PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": []},
+        _PATCH_IMAGES,
+        {},
+    ),
+    "qwen2_vl": (
+        {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
+        {"embed_dim": 32, "hidden_size": 64, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "patch_size": 8},
         _PATCH_IMAGES,
         {},
     ),
@@ -178,6 +194,16 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[
         },
         {},
     ),
+    "glm46v": (
+        {"model_type": "glm4v_text", "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
+        {**_PATCHES, "model_type": "glm4v_vision", "depth": 2, "image_size": 64},
+        {
+            **_PATCH_IMAGES,
+            "image_processor_type": "Glm46VImageProcessor",
+            "size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64 * 2},
+        },
+        {},
+    ),
     "internvl": (
         {"model_type": "qwen2"},
         {**_VISION, "image_size": [32, 32], "patch_size": [8, 8]},
@@ -198,7 +224,7 @@ def _whole_config(family: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
     elif family == "gemma3":
         names = ("boi_token_index", "eoi_token_index", "image_token_index")
         fields = {"mm_tokens_per_image": 4, **dict(zip(names, ids(_TOKENS[family]), strict=True))}
-    elif family == "glm4v":
+    elif "glm" in family:
         names = ("image_start", "image_end", "image", "video", "video_start", "video_end")
         fields = {f"{name}_token_id": ids(token) for name, token in zip(names, _GLM, strict=True)}
     elif family == "internvl":
@@ -314,7 +340,7 @@ def model_arguments(family: str, ids: Sequence[int], images: Sequence[Image.Imag
     marks = (row == processor.image_token_id).long()
     if family == "gemma3":
         arguments["token_type_ids"] = marks
-    elif "qwen" in family or family == "glm4v":
+    elif "qwen" in family or "glm" in family:
         arguments["mm_token_type_ids"] = marks
     return arguments | (processor.pixels(images) if images else {})
 

@@ -26,12 +26,15 @@ class VisionFamily:
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "gemma3": VisionFamily(has_two_way_images=True),
+    "glm46v": VisionFamily(),
     "glm4v": VisionFamily(),
     "idefics3": VisionFamily(joined_dim=1),
     "internvl": VisionFamily(),
     "llava": VisionFamily(),
     "qwen2_5_vl": VisionFamily(),
+    "qwen2_vl": VisionFamily(),
     "qwen3_5": VisionFamily(),
+    "qwen3_5_moe": VisionFamily(),
     "qwen3_vl": VisionFamily(),
     # its own processor, which writes the same text for an image, needs num2words for videos
     "smolvlm": VisionFamily(joined_dim=1, processor="Idefics3Processor"),
