@@ -18,9 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import encode_prompt
-from hybrid_rlhf.data.chat.messages import Message, Tools
+from hybrid_rlhf.data.chat.messages import Message, Tools, read_message
 from hybrid_rlhf.data.images.expansion import ImageRules, RowImages
 from hybrid_rlhf.data.images.references import ImageReference
+from hybrid_rlhf.data.rows.placing import place_images
 from hybrid_rlhf.generation.batching.images import PromptImages
 from hybrid_rlhf.models.families.vision import images_refused
 from hybrid_rlhf.models.pretrained.processors import ImageProcessor
@@ -216,6 +217,19 @@ class PromptEncoder:
                 )
             references = ImageRules(max_pixels=self._max_pixels).references(location, sources)
         return self.with_references(messages, references, tools=tools)
+
+    def conversation(
+        self, messages: Sequence[Message], *, tools: Tools | None = None
+    ) -> tuple[list[int], PromptImages | None]:
+        """As above, for messages as a program writes them: a content is text, or a list of parts `{"type": "text",
+        "text": ...}` and `{"type": "image", "image": ...}` with an image of Pillow, bytes or a data URI."""
+        where = "the conversation"
+        read = [
+            read_message(where, message, with_images=True) if isinstance(message.get("content"), list) else message
+            for message in messages
+        ]
+        (sources,) = place_images(where, {}, read)
+        return self(where, read, sources, tools=tools)
 
     def with_references(
         self, messages: Sequence[Message], references: list[ImageReference], *, tools: Tools | None = None
