@@ -75,7 +75,7 @@ class ImageLoader:
         """A fixed image with which towers are compared."""
         from PIL import Image
 
-        return self._processor.row_image(Image.radial_gradient("L").resize((64, 48)).convert("RGB"), key=-1)
+        return self.processor.row_image(Image.radial_gradient("L").resize((64, 48)).convert("RGB"), key=-1)
 
     def row_image(self, reference: ImageReference) -> RowImage:
         """An image of a row."""
