@@ -27,7 +27,7 @@ from hybrid_rlhf.models.families.vision import images_refused
 from hybrid_rlhf.models.pretrained.processors import ImageProcessor
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.models.structure import towers_of
-from hybrid_rlhf.models.vision import ImageEncoder, Images, RowImage
+from hybrid_rlhf.models.vision import FeatureCache, ImageEncoder, Images, RowImage
 
 _KEPT_BYTES = 256 * 2**20
 """Pixels that are kept."""
@@ -65,9 +65,17 @@ class ImageLoader:
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         return ImageLoader(ImageProcessor.load(path, tokenizer, trust_remote_code=trust_remote_code))
 
-    def images(self, rows: Sequence[Sequence[ImageReference]]) -> Images:
-        """The images of each row."""
-        return Images([[self.row_image(reference) for reference in row] for row in rows], self._blank)
+    def images(self, rows: Sequence[Sequence[ImageReference]], cache: FeatureCache | None = None) -> Images:
+        """The images of each row. With a cache ranks need not call the tower together."""
+        blank = self._blank if cache is None else None
+        return Images([[self.row_image(reference) for reference in row] for row in rows], blank, cache)
+
+    @functools.cached_property
+    def probe(self) -> RowImage:
+        """A fixed image with which towers are compared."""
+        from PIL import Image
+
+        return self.processor.row_image(Image.radial_gradient("L").resize((64, 48)).convert("RGB"), key=-1)
 
     def row_image(self, reference: ImageReference) -> RowImage:
         """An image of a row."""
@@ -87,6 +95,22 @@ class ImageLoader:
             while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
                 self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
         return arguments
+
+
+class ModelImages:
+    """What the engines of a model share to read images, made when the first image is read."""
+
+    def __init__(self, path: str, *, trust_remote_code: bool = False, is_frozen: bool = True) -> None:
+        """Take a resolved path; `is_frozen`: no engine changes the tower."""
+        self._path = path
+        self._trust_remote_code = trust_remote_code
+        self.cache = FeatureCache() if is_frozen else None
+        """For engines whose tower is whole on this rank."""
+
+    @functools.cached_property
+    def loader(self) -> ImageLoader:
+        """The model's loader."""
+        return ImageLoader.of(self._path, trust_remote_code=self._trust_remote_code)
 
 
 class ImageReader:

@@ -26,7 +26,8 @@ from hybrid_rlhf.engines.engine import ModelEngine, Role
 from hybrid_rlhf.generation.image_loading import image_rules as rules_of_model
 from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.loop.report.writing import write_report
-from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
+from hybrid_rlhf.models.families.vision import images_refused
+from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
 from hybrid_rlhf.models.pretrained.loading import position_limit
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
@@ -159,6 +160,13 @@ def require_same_tokens(
             f"the {role} must share the {learner}'s tokens, {path} has a different vocabulary "
             f"({len(their_tokenizer)} against {len(tokenizer)} tokens): use a model of the {learner}'s family"
         )
+
+
+def require_vision(name: str, path: str, model: ModelConfig) -> None:
+    """Raise UserError unless the model at a path, which errors call `name`, reads the images of the actor's rows."""
+    refusal = images_refused(load_config(path, trust_remote_code=model.trust_remote_code))
+    if refusal is not None:
+        raise UserError(f"{name} must read the images of the rows, {path} does not: {refusal}")
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:

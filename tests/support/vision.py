@@ -1,6 +1,6 @@
 """Tiny random vision-language models with processors of transformers in folders, and pictures for them.
 
-The nine families of VISION_FAMILIES; tokens are bytes, so that answers can be read. Processors are built without their
+The families of VISION_FAMILIES; tokens are bytes, so that answers can be read. Processors are built without their
 part for videos, as the library builds them.
 """
 
@@ -10,23 +10,30 @@ import functools
 import json
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from PIL import Image, ImageDraw
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rlhf.generation.batching.images import PromptImages
+from hybrid_rlhf.models.families import has_mixers
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES
+from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.pretrained.processors import ImageProcessor
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
-from hybrid_rlhf.models.vision import Images, RowImage
+from hybrid_rlhf.models.vision import EncodedImages, ImageEncoder, Images, RowImage
 from tests.support.tiny import byte_tokenizer
 
 FAMILIES = tuple(VISION_FAMILIES)
+Change = Callable[[EncodedImages], EncodedImages]
+Chat = tuple[Sequence[str | Image.Image], str]
+"""Texts and pictures of a user's turn, and the answer."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -35,6 +42,7 @@ CHATML = (
 )
 """A template with content parts, in which IMAGE stands for what a family writes for an image."""
 _BASE = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_QWEN_FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
 _QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _TILES = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"] + [
     f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)
@@ -42,12 +50,13 @@ _TILES = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global
 _GLM = ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>"]
 _TOKENS = {
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+    "glm46v": _GLM,
     "glm4v": _GLM,
     "idefics3": _TILES,
     "internvl": ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"],
     "llava": ["<image>"],
     "smolvlm": [*_TILES, "<video>"],
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), _QWEN),
+    **dict.fromkeys(_QWEN_FAMILIES, _QWEN),
 }
 _NAMED = {
     "gemma3": {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
@@ -61,10 +70,10 @@ _NAMED = {
 """Tokens that the tokenizers of two families have as attributes."""
 _WRITTEN = {
     "gemma3": "<start_of_image>",
-    "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
+    **dict.fromkeys(("glm46v", "glm4v"), "<|begin_of_image|><|image|><|end_of_image|>"),
     "internvl": "<IMG_CONTEXT>",
     **dict.fromkeys(("idefics3", "llava", "smolvlm"), "<image>"),
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"),
+    **dict.fromkeys(_QWEN_FAMILIES, "<|vision_start|><|image_pad|><|vision_end|>"),
 }
 """What templates write for an image."""
 _TEXT: dict[str, Any] = {
@@ -96,6 +105,20 @@ _PATCH_IMAGES = {
 }
 _TILED = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}, "do_image_splitting": True}
 _SIDE = {"size": {"height": 32, "width": 32}}
+_RECURRENT: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": {
+        **_ROPE,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
         {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
@@ -110,21 +133,26 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[
         {},
     ),
     "qwen3_5": (
+        _RECURRENT,
+        {**_PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": []},
+        _PATCH_IMAGES,
+        {},
+    ),
+    "qwen3_5_moe": (
         {
-            "head_dim": 16,
-            "rope_parameters": {
-                **_ROPE,
-                "mrope_section": [1, 1, 0],
-                "mrope_interleaved": True,
-                "partial_rotary_factor": 0.25,
-            },
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
+            **_RECURRENT,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
         },
         {**_PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": []},
+        _PATCH_IMAGES,
+        {},
+    ),
+    "qwen2_vl": (
+        {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
+        {"embed_dim": 32, "hidden_size": 64, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "patch_size": 8},
         _PATCH_IMAGES,
         {},
     ),
@@ -178,6 +206,19 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[
         },
         {},
     ),
+    "glm46v": (
+        {
+            "model_type": "glm4v_text",
+            "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+        },
+        {**_PATCHES, "model_type": "glm4v_vision", "depth": 2, "image_size": 64},
+        {
+            **_PATCH_IMAGES,
+            "image_processor_type": "Glm46VImageProcessor",
+            "size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64 * 2},
+        },
+        {},
+    ),
     "internvl": (
         {"model_type": "qwen2"},
         {**_VISION, "image_size": [32, 32], "patch_size": [8, 8]},
@@ -198,7 +239,7 @@ def _whole_config(family: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
     elif family == "gemma3":
         names = ("boi_token_index", "eoi_token_index", "image_token_index")
         fields = {"mm_tokens_per_image": 4, **dict(zip(names, ids(_TOKENS[family]), strict=True))}
-    elif family == "glm4v":
+    elif "glm" in family:
         names = ("image_start", "image_end", "image", "video", "video_start", "video_end")
         fields = {f"{name}_token_id": ids(token) for name, token in zip(names, _GLM, strict=True)}
     elif family == "internvl":
@@ -292,6 +333,11 @@ def picture(seed: int, size: tuple[int, int] | None = None) -> Image.Image:
     return image
 
 
+def pictures_of(content: Sequence[str | Image.Image]) -> list[Image.Image]:
+    """The pictures of a turn."""
+    return [part for part in content if not isinstance(part, str)]
+
+
 def chat_ids(family: str, content: Sequence[str | Image.Image], answer: str = "") -> list[int]:
     """Token ids of a user's turn with texts and pictures, the beginning of the answer, and the answer."""
     processor = vision_processor(family)
@@ -301,7 +347,7 @@ def chat_ids(family: str, content: Sequence[str | Image.Image], answer: str = ""
         [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
     )
     first, *rest = rendered.split(processor.placeholder)
-    images = [part for part in content if not isinstance(part, str)]
+    images = pictures_of(content)
     expanded = [processor.expansion_text(*image.size) + text for image, text in zip(images, rest, strict=True)]
     return tokenizer.encode(first + "".join(expanded) + answer, add_special_tokens=False)  # type: ignore[no-any-return]
 
@@ -314,7 +360,7 @@ def model_arguments(family: str, ids: Sequence[int], images: Sequence[Image.Imag
     marks = (row == processor.image_token_id).long()
     if family == "gemma3":
         arguments["token_type_ids"] = marks
-    elif "qwen" in family or family == "glm4v":
+    elif "qwen" in family or "glm" in family:
         arguments["mm_token_type_ids"] = marks
     return arguments | (processor.pixels(images) if images else {})
 
@@ -325,12 +371,73 @@ def row_images(family: str, images: Sequence[Image.Image]) -> list[RowImage]:
     return [processor.row_image(image, hash((image.size, image.tobytes()))) for image in images]
 
 
-def padded_chats(
-    family: str, chats: Sequence[tuple[Sequence[str | Image.Image], str]]
-) -> tuple[torch.Tensor, torch.Tensor, Images]:
+def padded_chats(family: str, chats: Sequence[Chat]) -> tuple[torch.Tensor, torch.Tensor, Images]:
     """Rows of a turn and its answer: ids [B, T], mask [B, T] and images."""
     rows = [torch.tensor(chat_ids(family, content, answer)) for content, answer in chats]
     lengths = torch.tensor([len(row) for row in rows])
-    images = [[part for part in content if not isinstance(part, str)] for content, _ in chats]
+    images = [pictures_of(content) for content, _ in chats]
     real = torch.arange(int(lengths.max())) < lengths[:, None]
     return pad_sequence(rows, batch_first=True), real, Images([row_images(family, of_row) for of_row in images])
+
+
+MIXED: list[Chat] = [
+    ([picture(1), "What colour?"], "red"),
+    (["Hi ", picture(3), " and ", picture(4), " differ a lot, do they not? Say how."], "no"),
+    (["no image"], "none at all"),
+    ([picture(5, (64, 24)), "x"], ""),
+    ([picture(6, (90, 60)), "yy"], "zz"),
+]
+"""Rows of different lengths, with none, one and two images of different sizes."""
+
+
+def random_lm(family: str) -> PreTrainedModel:
+    """Whose every weight matters, and gradients are of similar size."""
+    return build_vision(family, spread=2.0)
+
+
+def of_transformers(family: str, lm: PreTrainedModel, chats: Sequence[Chat]) -> list[Tensor]:
+    """Log-probs of the tokens of each row but the first, row by row."""
+    found = []
+    banned = list(Policy(lm).head.convention.banned)
+    for content, answer in chats:
+        ids = chat_ids(family, content, answer)
+        images = pictures_of(content)
+        logits = lm(**model_arguments(family, ids, images)).logits[0, :-1]
+        logits = logits.index_fill(1, torch.tensor(banned), -torch.inf)
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0])
+    return found
+
+
+def text_mask(lm: PreTrainedModel, ids: Tensor, real: Tensor) -> Tensor:
+    """True on tokens that a model can sample."""
+    return real & ~torch.isin(ids, torch.tensor(Policy(lm).head.convention.banned))
+
+
+def require_same_gradients(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
+    """Relative to each weight's own gradient, which a recurrence over the tokens lets cancel; rounding also leaves a
+    part of the largest."""
+    bound = 1e-4 if has_mixers(ours.config) else 1e-5
+    expected = {name: weight.grad for name, weight in theirs.named_parameters() if weight.grad is not None}
+    largest = max(float(grad.norm()) for grad in expected.values())
+    found = {name: weight.grad for name, weight in ours.named_parameters() if weight.grad is not None}
+    assert expected.keys() == found.keys()
+    assert any("vis" in name and float(grad.norm()) > 1e-4 * largest for name, grad in expected.items())
+    for name, grad in expected.items():
+        assert float((found[name] - grad).norm()) <= bound * float(grad.norm()) + 1e-7 * largest, name
+
+
+def greedy_of_transformers(
+    family: str, lm: PreTrainedModel, ids: Sequence[int], images: Sequence[Image.Image], new_tokens: int
+) -> list[int]:
+    """Greedy tokens after a prompt by transformers' `generate`."""
+    banned = list(vision_processor(family).banned_ids)
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "suppress_tokens": banned}
+    return lm.generate(**model_arguments(family, ids, images), **options)[0, len(ids) :].tolist()  # type: ignore[no-any-return, operator]
+
+
+def prompt_images(
+    encoder: ImageEncoder, ids: Sequence[int], row: Sequence[RowImage], change: Change = lambda encoded: encoded
+) -> PromptImages | None:
+    """The images of a prompt, changed when they are encoded; None without one."""
+    keys = [(image.key, image.tokens) for image in row]
+    return PromptImages.of(ids, encoder.token_id, keys, lambda: change(encoder.encode(row, ids))) if row else None
