@@ -141,7 +141,8 @@ def test_passes_of_rows_with_images(
     )
     reward = tmp_path / "reward.py"
     reward.write_text(
-        "def same(prompts, completions, wanted, **columns):\n"
+        "def same(prompts, completions, wanted, images, **columns):\n"
+        "    assert [[image.size for image in shown] for shown in images] == [[(48, 32)]] * 3\n"
         "    assert [prompt[0]['content'] for prompt in prompts] == ['<image>what?'] * len(prompts)\n"
         "    return [float(text == right) for text, right in zip(completions, wanted)]\n"
     )
