@@ -66,7 +66,7 @@ def take_images(
         linked = part.get("image_url")
         url = linked.get("url") if isinstance(linked, dict) else linked
         if not isinstance(url, str) or not url.startswith("data:"):
-            raise KeyRejected(key, f"must be a data URI, got {url!s:.80}: send the image itself")
+            raise KeyRejected(key, f"must be a data URI, got {str(url)[:80]!r}: send the image itself")
         if len(url) * 3 // 4 > _MOST_IMAGE_BYTES:
             raise KeyRejected(key, f"must have at most {_MOST_IMAGE_BYTES} bytes, got {len(url) * 3 // 4}: scale it")
         images[key] = url
