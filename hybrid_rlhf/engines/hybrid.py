@@ -223,7 +223,7 @@ class HybridEngine(ModelEngine):
                 tokenizer=tokenizer,
                 weight_version=self.weight_version,
                 keeps_backend=self._kept is not None,
-                make_image_reader=lambda: ImageReader(self.images.loader, self._image_encoder()),
+                image_reader=lambda: ImageReader(self.images.loader, self._image_encoder()),
             )
             self.weight_sync_seconds += time.perf_counter() - start
             del backend

@@ -50,7 +50,7 @@ def test_brackets_are_no_markup(
     base: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     prompt = [{"role": "system", "content": f"be {ODD}"}, {"role": "user", "content": f"say {ODD}"}]
-    monkeypatch.setattr(comparison, "held_out_prompts", lambda *_, **__: [prompt])
+    monkeypatch.setattr(comparison, "held_out_prompts", lambda *_, **__: [(prompt, [])])
     monkeypatch.setattr(comparison, "GenerationEngine", Engine)
     monkeypatch.setattr(comparison, "_tokenizer", lambda step, world: Tokenizer())
     last = RLConfig(model=ModelConfig(path="SFT"), output_dir=str(tmp_path))

@@ -36,7 +36,7 @@ def read(engine: Any, family: str) -> list[EncodedImages]:
     ids = chat_ids(family, [IMAGES[0], "or", IMAGES[1]])
     references = [read_reference(image, "image", folder=None, max_pixels=2**20) for image in IMAGES]
     with engine.inference(stop_token_ids=()) as generation:
-        images = generation.image_reader.prompt_images(ids, references)
+        images = generation.image_reader().prompt_images(ids, references)
         encode = images.encode
         images.encode = lambda: encoded.append(encode()) or encoded[-1]  # type: ignore[func-returns-value]
         ((completion,),) = generation.generate([ids], SamplingParams(max_new_tokens=5), images=[images])

@@ -251,8 +251,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
 def test_a_frozen_tower_runs_once_for_each_image_of_a_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In sampling, of the reference, and in the updates of five steps. The check of the second weight sync reads an image
-    of its own with sampler and trainer."""
+    """In sampling, of the reference, and in the updates of five steps; the second weight sync is checked
+    with an image of its own, in sampler and trainer."""
     computed = counted(monkeypatch)
     run_here(tmp_path, folder, "qwen3_vl", GRPO, "--train.max_steps 5", "--algorithm.kl.coef 0.1")
     assert len(computed) == len(SIZES) + 2

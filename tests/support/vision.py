@@ -125,7 +125,12 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[
         _PATCH_IMAGES,
         {},
     ),
-    "qwen3_5": (_RECURRENT, {**_PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": []}, _PATCH_IMAGES, {}),
+    "qwen3_5": (
+        _RECURRENT,
+        {**_PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": []},
+        _PATCH_IMAGES,
+        {},
+    ),
     "qwen3_5_moe": (
         {
             **_RECURRENT,
@@ -195,7 +200,10 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[
         {},
     ),
     "glm46v": (
-        {"model_type": "glm4v_text", "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
+        {
+            "model_type": "glm4v_text",
+            "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+        },
         {**_PATCHES, "model_type": "glm4v_vision", "depth": 2, "image_size": 64},
         {
             **_PATCH_IMAGES,

@@ -62,6 +62,14 @@ def place_images(
     return tuple([next(following) if image is None else image for image in images] for images in placed)
 
 
+def with_written_images(messages: Sequence[Message]) -> list[Message]:
+    """Messages that people and other programs read: `<image>` in the places of marks."""
+    return [
+        message | {"content": message["content"].replace(IMAGE_MARK, WRITTEN)} if "content" in message else message
+        for message in messages
+    ]
+
+
 def _listed(images: Any) -> list[Any]:
     return images if isinstance(images, list) else [images]
 

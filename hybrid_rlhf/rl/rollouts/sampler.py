@@ -219,8 +219,9 @@ class RolloutSampler:
         self, generation: GenerationEngine, prompts: Sequence[AssignedPrompt]
     ) -> list[PromptImages | None]:
         """The images of prompts for the engine; empty in a run without images."""
-        if self._images is None or (reader := generation.image_reader) is None:
+        if self._images is None or generation.image_reader is None:
             return []
+        reader = generation.image_reader()
         return [reader.prompt_images(prompt.row["input_ids"], self._images.of_prompt(prompt.row)) for prompt in prompts]
 
     def _played(

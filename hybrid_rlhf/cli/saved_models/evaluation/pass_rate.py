@@ -9,6 +9,7 @@ from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement, bootstr
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.sections.rewards import VERIFIERS, RewardComponentConfig
+from hybrid_rlhf.data.rows.placing import with_written_images
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
@@ -25,10 +26,11 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
     prompts = read_prompts(config)
     reward.require_columns(row.columns for _, row in prompts)
     samples = complete(config, prompts)
+    asked = [with_written_images(row.messages) for _, row in prompts]
     count = config.sampling.n
     columns = dict.fromkeys(name for _, row in prompts for name in row.columns)
     texts = CompletionTexts(
-        [row.messages for _, row in prompts for _ in range(count)],
+        [messages for messages in asked for _ in range(count)],
         [text for of_prompt in samples for text in of_prompt],
         {name: [row.columns.get(name) for _, row in prompts for _ in range(count)] for name in columns},
     )
@@ -54,10 +56,10 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
             "completions": len(scores),
         },
         [
-            {"prompt": row.messages, "completions": of_prompt, "rewards": rewards}
+            {"prompt": messages, "completions": of_prompt, "rewards": rewards}
             | ({"reasons": reasons[start : start + count]} if reasons else {})
-            for start, (_, row), of_prompt, rewards in zip(
-                range(0, len(scores), count), prompts, samples, by_prompt, strict=True
+            for start, messages, of_prompt, rewards in zip(
+                range(0, len(scores), count), asked, samples, by_prompt, strict=True
             )
         ],
     )
