@@ -188,7 +188,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         (2, "freeze", "--actor.zero.stage 2 --rollout.tensor_parallel 2"),
         (2, "train", "--placement separation"),
         faults(2, "freeze", "--actor.zero.stage 3"),
-        faults(3, "train", '--placement {"sampler":"0","actor":"1-2"} --actor.zero.stage 3'),
+        faults(3, "train", '--placement {"sampler":{"ranks":0},"actor":{"ranks":"1-2"}} --actor.zero.stage 3'),
         faults(2, "freeze", "--placement separation --rollout.keep_weights false"),
         faults(2, "train", "--actor.zero.stage 3 --rollout.tensor_parallel 2 --rollout.keep_weights true"),
         faults(2, "train", "--actor.zero.stage 1"),
