@@ -14,7 +14,9 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
-from hybrid_rlhf.cli.saved_models import push
+from hybrid_rlhf.cli.saved_models import comparison, push
+from hybrid_rlhf.configs.rl import PromptDataConfig, RLConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.reasoning import text_decoder
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.image_loading import PromptEncoder
@@ -141,7 +143,8 @@ def test_passes_of_rows_with_images(
     )
     reward = tmp_path / "reward.py"
     reward.write_text(
-        "def same(prompts, completions, wanted, **columns):\n"
+        "def same(prompts, completions, wanted, images, **columns):\n"
+        "    assert [[image.size for image in shown] for shown in images] == [[(48, 32)]] * 3\n"
         "    assert [prompt[0]['content'] for prompt in prompts] == ['<image>what?'] * len(prompts)\n"
         "    return [float(text == right) for text, right in zip(completions, wanted)]\n"
     )
@@ -199,3 +202,16 @@ def test_the_engine_of_a_program() -> None:
     (first,), _ = engine.generate([ids for ids, _ in asked], params, images=[images for _, images in asked])
     streamed = list(engine.stream(asked[0][0], params, images=asked[0][1]))
     assert streamed == first.token_ids
+
+
+def test_the_report_after_train_completes_prompts_with_images(
+    files: list[Path], tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    rows = write_jsonl([{"prompt": "what?", "images": [file.name]} for file in files])
+    data = PromptDataConfig(sources=[str(rows)], eval_sources=[str(rows)], cache_dir=str(tmp_path / "cache"))
+    step = RLConfig(model=ModelConfig(path=str(vision_folder(FAMILY))), data=data)
+    prompts = comparison.held_out_prompts(step, max_tokens=100)
+    texts = comparison.completions({"model": str(vision_folder(FAMILY))}, prompts, step, max_tokens=6)
+    assert len(texts) == 3 and {row["prompt"] for row in texts} == {"<image>what?"}
+    wanted = {answer(chat_ids(FAMILY, [shown, "what?"]), [shown]).strip() for shown in PICTURES}
+    assert {row["model"] for row in texts} == wanted
