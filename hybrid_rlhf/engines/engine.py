@@ -136,9 +136,9 @@ class ModelEngine:
     ) -> Any:
         """Run the forward of the wrapped module, with rows on the host or the device and the images of each row."""
         if images is not None:
-            if not isinstance(images, Images):
-                images = self.images.loader.images(images, self._feature_cache)
-            kwargs["images"] = images
+            kwargs["images"] = (
+                images if isinstance(images, Images) else self.images.loader.images(images, self._feature_cache)
+            )
         offloads = self._options.offload_activations and torch.is_grad_enabled()
         with self._ranks(), ActivationOffload() if offloads else contextlib.nullcontext():
             return self._engine(*args, device=self.device, **kwargs)

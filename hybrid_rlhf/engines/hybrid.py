@@ -24,12 +24,12 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import EngineFacts, EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.image_check import check_images
-from hybrid_rlhf.engines.partition import base_weights, full_weights, gathered, has_partitions
+from hybrid_rlhf.engines.partition import BaseWeight, base_weights, full_weights, gathered, has_partitions
 from hybrid_rlhf.engines.residency.offload import OffloadedStates
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.engines.role_model import AbsentEngine
 from hybrid_rlhf.engines.sampling_engine import backend_maker, groups_of, rounds_otherwise
-from hybrid_rlhf.engines.tower_copy import TowerCopy
+from hybrid_rlhf.engines.tower_copy import TowerCopy, TowerDescription
 from hybrid_rlhf.engines.weight_check import ElementCheck, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
@@ -131,8 +131,8 @@ class HybridEngine(ModelEngine):
         self._samples = samples
         self._tower: TowerCopy | None = None
         """The tower that reads the images of prompts, where training has a part of its weights on this rank."""
-        if samples and images_refused(self.lm.config) is None and has_partitions(self.lm):
-            self._tower = TowerCopy(self.lm, device=self.device)
+        if samples and has_partitions(self.lm) and (tower := TowerDescription.of(self.lm)) is not None:
+            self._tower = TowerCopy(tower, self.device)
         self._follow_routes(architecture)
 
     def _plan_inference_weights(self, dtype: torch.dtype) -> ModelDescription | None:
@@ -236,6 +236,13 @@ class HybridEngine(ModelEngine):
                 self.module.train(was_training)
         self.weight_sync_seconds += time.perf_counter() - left
 
+    def _with_tower(self, weights: Iterator[BaseWeight]) -> Iterator[BaseWeight]:
+        """Yield gathered weights, and copy those of the tower where there is a copy."""
+        for weight in weights:
+            if self._tower is not None and weight.name in self._tower.changes:
+                self._tower.take(weight.name, weight.merged())
+            yield weight
+
     def _image_encoder(self) -> ImageEncoder:
         """The tower of the training weights, or its copy."""
         lm = self.lm if self._tower is None else self._tower.lm
@@ -281,9 +288,7 @@ class HybridEngine(ModelEngine):
         weights."""
         assert self._inference_weights is not None, "called for models with inference weights only"
         checked = self._check.is_due()
-        weights = full_weights(self._weights, bucket_elements=BUCKET_ELEMENTS)
-        if self._tower is not None:
-            weights = self._tower.copied(weights)
+        weights = self._with_tower(full_weights(self._weights, bucket_elements=BUCKET_ELEMENTS))
         unchecked = ((weight, weight.sampled()) for weight in weights)
         values = self._elements(weights, seed=self.weight_version) if checked else unchecked
         decoder = self._inference_weights.build((weight.name, value, weight.is_persistent) for weight, value in values)

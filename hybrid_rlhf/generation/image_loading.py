@@ -29,7 +29,7 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.models.structure import towers_of
 from hybrid_rlhf.models.vision import FeatureCache, ImageEncoder, Images, RowImage
 
-_KEPT_BYTES = 256 * 2**20
+KEPT_PIXEL_BYTES = 256 * 2**20
 """Pixels that are kept."""
 
 
@@ -92,7 +92,7 @@ class ImageLoader:
             if reference.digest not in self._kept:
                 self._kept[reference.digest] = arguments
                 self._bytes += _bytes_of(arguments)
-            while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
+            while self._bytes > KEPT_PIXEL_BYTES and len(self._kept) > 1:
                 self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
         return arguments
 

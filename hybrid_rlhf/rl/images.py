@@ -111,7 +111,7 @@ def require_images_read(config: RLConfig, placement: Placement) -> None:
     """Raise UserError for settings whose prompts must be text."""
     given = {
         "environment": config.environment,
-        "placement.sampler": placement.separate_sampler,
+        "rollout.max_lag and placement.sampler": placement.separate_sampler and config.rollout.max_lag > 0,
         "placement.critic_copy": CRITIC_COPY in placement.roles,
         "rollout.backend module": config.rollout.backend == "module",
         "rollout.vllm": config.rollout.backend == "vllm",

@@ -36,7 +36,7 @@ def read(engine: Any, family: str) -> list[EncodedImages]:
     ids = chat_ids(family, [IMAGES[0], "or", IMAGES[1]])
     references = [read_reference(image, "image", folder=None, max_pixels=2**20) for image in IMAGES]
     with engine.inference(stop_token_ids=()) as generation:
-        images = generation.image_reader.prompt_images(ids, references)
+        images = generation.image_reader().prompt_images(ids, references)
         encode = images.encode
         images.encode = lambda: encoded.append(encode()) or encoded[-1]  # type: ignore[func-returns-value]
         ((completion,),) = generation.generate([ids], SamplingParams(max_new_tokens=5), images=[images])
@@ -63,7 +63,7 @@ def test_sampling_reads_images_as_training_does(
 def test_a_tower_with_old_weights_is_named(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = actor(tmp_path, "qwen3_vl", world, stage=3)
     read(engine, "qwen3_vl")
-    monkeypatch.setattr(TowerCopy, "copied", lambda self, weights: weights)
+    monkeypatch.setattr(TowerCopy, "take", lambda *_: None)
     with user_error("the vision tower must read images as the training forward does, its states differ by"):
         read(engine, "qwen3_vl")
 

@@ -26,11 +26,13 @@ from hybrid_rlhf.data.images.reading import png
 from hybrid_rlhf.data.images.references import read_reference, stored_images
 from hybrid_rlhf.models.vision import FeatureCache, ImageEncoder, RowImage
 from hybrid_rlhf.rl.images import ImageCatalogue, without_contents
+from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.types import Episode, Rollout
 from hybrid_rlhf.rl_step import run_rl
 from hybrid_rlhf.runtime.command_line import parse_config
+from hybrid_rlhf.runtime.observability.token_records import TokenRecords
 from tests.support.errors import user_error
 from tests.support.faults import Point, run_step
 from tests.support.marks import faults, slow
@@ -184,7 +186,10 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         (1, "train", "--actor.zero.stage 3 --train.micro_batch_size 2"),
         (2, "train", "--actor.zero.stage 3"),
         (2, "freeze", "--actor.zero.stage 2 --rollout.tensor_parallel 2"),
+        (2, "train", "--placement separation"),
         faults(2, "freeze", "--actor.zero.stage 3"),
+        faults(3, "train", '--placement {"sampler":{"ranks":0},"actor":{"ranks":"1-2"}} --actor.zero.stage 3'),
+        faults(2, "freeze", "--placement separation --rollout.keep_weights false"),
         faults(2, "train", "--actor.zero.stage 3 --rollout.tensor_parallel 2 --rollout.keep_weights true"),
         faults(2, "train", "--actor.zero.stage 1"),
         faults(2, "train", "--actor.zero.stage 2 --rollout.keep_weights true"),
@@ -221,6 +226,26 @@ def test_a_killed_run_learns_the_same(more: str, folder: Path, tmp_path: Path) -
     assert _outputs(tmp_path / "cut") == whole
 
 
+def test_a_step_is_replayed_branched_and_scored_again(folder: Path, tmp_path: Path) -> None:
+    """With the pictures of the data set: a record has none."""
+    run_here(tmp_path / "run", folder, "qwen3_vl", GRPO)
+
+    def replay(name: str, index: int, *more: str) -> Any:
+        (tmp_path / name).mkdir()
+        line = f"{tmp_path}/run --step 2 --scratch {tmp_path / name} --index {index}".split()
+        assert run_step("hybrid_rlhf.cli.runs.replay", 1, [*line, *more]) == [0]
+        return json.loads((tmp_path / name / "result.json").read_text())
+
+    rows = RecordedStep.read(tmp_path / "run", 2).rows
+    index = next(row["index"] for row in rows if "<image>" in row["prompt"][0]["content"])
+    first = TokenRecords(tmp_path / "run").read(2, index)
+    found = replay("branch", index, "--branch.token", str(first.prompt_length + 2), "--branch.n", "2")
+    assert found["identical"] and len(found["completions"]) == 2
+    scored = replay("score", index, "--rescore.completion=a red answer")
+    sign = 1.0 if rows[index]["score"] > 0 else -1.0
+    assert scored["score"] == pytest.approx(sign * (sum(map(ord, "a red answer")) % 32) / 32)
+
+
 def test_ptx_and_adapters(folder: Path, tmp_path: Path) -> None:
     texts = write_lines(
         folder / "texts.jsonl",
@@ -251,8 +276,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
 def test_a_frozen_tower_runs_once_for_each_image_of_a_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In sampling, of the reference, and in the updates of five steps. The check of the second weight sync reads an image
-    of its own with sampler and trainer."""
+    """In sampling, of the reference, and in the updates of five steps; the second weight sync is checked
+    with an image of its own, in sampler and trainer."""
     computed = counted(monkeypatch)
     run_here(tmp_path, folder, "qwen3_vl", GRPO, "--train.max_steps 5", "--algorithm.kl.coef 0.1")
     assert len(computed) == len(SIZES) + 2

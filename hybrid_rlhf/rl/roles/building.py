@@ -82,7 +82,7 @@ def build_roles(
             "leave reference.path out"
         )
     copy = None if critic is None else build.critic_copy(critic)
-    sampler = build.sampler(actor, tokenizer)
+    sampler = build.sampler(actor, tokenizer, None if images is None else actor_path)
     return Roles(
         run.world,
         actor,
@@ -153,7 +153,10 @@ class _Builder:
         # selected completions are learned as in SFT
         return replace(spec, learning="sft") if self._config.algorithm.selects else spec
 
-    def sampler(self, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> SamplingEngine | None:
+    def sampler(
+        self, actor: Actor, tokenizer: PreTrainedTokenizerBase, image_path: str | None = None
+    ) -> SamplingEngine | None:
+        """A sampler with ranks or processes of its own; `image_path`: of the model that reads the images of prompts."""
         placement = self._placement
         faults = self._config.faults
         if self._rollout.backend == "vllm" and actor.world.is_member:
@@ -178,6 +181,7 @@ class _Builder:
                 max_logprob_diff=faults.max_logprob_diff,
                 weight_check_every=faults.weight_check_every,
                 check_weights=faults.check_weights,
+                images=None if image_path is None else self._images(image_path),
             )
 
     def critic(self, path: str, actor: Actor) -> RoleModel:
