@@ -23,6 +23,10 @@ from transformers import (
 )
 
 from hybrid_rlhf import RL, SFT
+from hybrid_rlhf.generation.engine import GenerationEngine
+from hybrid_rlhf.generation.image_loading import PromptEncoder
+from hybrid_rlhf.generation.sampling import SamplingParams
+from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 
 COLOURS = {
     "red": (220, 40, 40),
@@ -139,6 +143,31 @@ def write_model(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def accuracy(folder: Path | str, count: int = 300) -> dict[str, float]:
+    """Share of right greedy answers of a saved model to each question, on pictures that no step has."""
+    engine = GenerationEngine.from_pretrained(str(folder), dtype=torch.float32)
+    tokenizer = load_tokenizer(str(folder))
+    encode = PromptEncoder(tokenizer, engine.image_reader)
+    asked = rows(count, seed=3)
+    parts = [[{"type": "image", "image": row["images"][0]}, {"type": "text", "text": row["prompt"]}] for row in asked]
+    prompts, images = zip(
+        *(encode.conversation([{"role": "user", "content": content}]) for content in parts), strict=True
+    )
+    answers = engine.generate(prompts, SamplingParams(max_new_tokens=10, temperature=0.0), images=images)
+    engine.close()
+    right = [
+        tokenizer.decode(answer.token_ids, skip_special_tokens=True) == row["completion"]
+        for row, (answer,) in zip(asked, answers, strict=True)
+    ]
+    by_question = {question: right[place :: len(QUESTIONS)] for place, question in enumerate(QUESTIONS)}
+    return {question: sum(each) / len(each) for question, each in by_question.items()}
+
+
+def shown(found: dict[str, float]) -> str:
+    """Accuracies as text."""
+    return ", ".join(f"{question} {share:.2f}" for question, share in found.items())
+
+
 def main() -> None:
     """SFT, then GRPO."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -156,6 +185,7 @@ def main() -> None:
         optimizer={"lr": 2e-3},
         train={"global_batch_size": 32, "max_steps": options.sft_steps},
     ).train()
+    before = accuracy(sft.models["model"])
     result = RL(
         model={"path": sft.models["model"], "vision": "train"},
         data={"sources": rows(32 * options.rl_steps, seed=2), **data},
@@ -166,7 +196,8 @@ def main() -> None:
         actor={"optimizer": {"lr": 1e-4}},
         train={"max_steps": options.rl_steps},
     ).train()
-    print(f"mean score {result.metrics['objective/scores']:.3f}, model in {result.models['actor']}")
+    print(f"after SFT: {shown(before)}")
+    print(f"after GRPO: {shown(accuracy(result.models['actor']))}, model in {result.models['actor']}")
 
 
 if __name__ == "__main__":
