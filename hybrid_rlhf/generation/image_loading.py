@@ -18,9 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import encode_prompt
-from hybrid_rlhf.data.chat.messages import Message, Tools
+from hybrid_rlhf.data.chat.messages import Message, Tools, read_message
 from hybrid_rlhf.data.images.expansion import ImageRules, RowImages
 from hybrid_rlhf.data.images.references import ImageReference
+from hybrid_rlhf.data.rows.placing import place_images
 from hybrid_rlhf.generation.batching.images import PromptImages
 from hybrid_rlhf.models.families.vision import images_refused
 from hybrid_rlhf.models.pretrained.processors import ImageProcessor
@@ -28,7 +29,7 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.models.structure import towers_of
 from hybrid_rlhf.models.vision import FeatureCache, ImageEncoder, Images, RowImage
 
-_KEPT_BYTES = 256 * 2**20
+KEPT_PIXEL_BYTES = 256 * 2**20
 """Pixels that are kept."""
 
 
@@ -91,7 +92,7 @@ class ImageLoader:
             if reference.digest not in self._kept:
                 self._kept[reference.digest] = arguments
                 self._bytes += _bytes_of(arguments)
-            while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
+            while self._bytes > KEPT_PIXEL_BYTES and len(self._kept) > 1:
                 self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
         return arguments
 
@@ -216,6 +217,19 @@ class PromptEncoder:
                 )
             references = ImageRules(max_pixels=self._max_pixels).references(location, sources)
         return self.with_references(messages, references, tools=tools)
+
+    def conversation(
+        self, messages: Sequence[Message], *, tools: Tools | None = None
+    ) -> tuple[list[int], PromptImages | None]:
+        """As above, for messages as a program writes them: a content is text, or a list of parts `{"type": "text",
+        "text": ...}` and `{"type": "image", "image": ...}` with an image of Pillow, bytes or a data URI."""
+        where = "the conversation"
+        read = [
+            read_message(where, message, with_images=True) if isinstance(message.get("content"), list) else message
+            for message in messages
+        ]
+        (sources,) = place_images(where, {}, read)
+        return self(where, read, sources, tools=tools)
 
     def with_references(
         self, messages: Sequence[Message], references: list[ImageReference], *, tools: Tools | None = None

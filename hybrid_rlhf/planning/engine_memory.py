@@ -15,6 +15,7 @@ import torch
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, sums_whole_gradients
+from hybrid_rlhf.generation.image_loading import KEPT_PIXEL_BYTES
 from hybrid_rlhf.models.four_bit import SCALE_BYTES_PER_WEIGHT
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
 from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
@@ -86,6 +87,24 @@ class EngineMemory:
     def forward(self, batch: BatchShape) -> MemoryUse:
         """Added by a forward without a backward."""
         return self.loaded + MemoryUse(buffers=self.model.measure(batch, backward=False).peak + self.gathered)
+
+    def of_tower(self, batch: BatchShape) -> MemoryUse | None:
+        """The part of the vision tower in what is held and what training adds; None without one."""
+        if (tower := self.model.tower) is None:
+            return None
+        elements = self.model.elements
+        stored = sum(weight.numel() for weight in tower.weights) / elements.all
+        learned = sum(weight.numel() for weight in tower.weights if weight.requires_grad) / max(1, elements.trained)
+        used = self.held + self.accumulated
+        passage = tower.measure(batch.image_tokens, backward=True)
+        return MemoryUse(
+            weights=stored * used.weights,
+            gradients=learned * used.gradients,
+            optimizer=learned * used.optimizer,
+            activations=passage.kept,
+            buffers=passage.peak - passage.kept,
+            host=KEPT_PIXEL_BYTES,
+        )
 
     def with_weights_on_host(self) -> EngineMemory:
         """The engine with its weights in host memory between uses; ZeRO-3 with offload keeps them there already."""
@@ -196,5 +215,7 @@ def engine_memory(
         gathered = e.stored_bytes(low) / e.all * elements
     if "offload_param" in zero:
         held = replace(held, weights=0.0, host=held.host + weights)
+    if model.tower is not None:
+        held = replace(held, host=held.host + KEPT_PIXEL_BYTES)
     movable = 0.0 if offloads else moments + (masters * trained if stage else 0.0)
     return EngineMemory(model, held, accumulated, bucket, gathered + dequantised, optimizer_step, movable, backward_end)

@@ -25,8 +25,11 @@ from hybrid_rlhf.generation.batching.capacity import (
     rows_and_pages,
     saved_states,
 )
+from hybrid_rlhf.generation.batching.images import ENCODED_BYTES
+from hybrid_rlhf.generation.image_loading import KEPT_PIXEL_BYTES
 from hybrid_rlhf.generation.model.cache import CacheLayout, RouteSize, blocks_of, page_bytes
 from hybrid_rlhf.generation.model.recurrent.states import state_bytes
+from hybrid_rlhf.models.families.vision import banned_ids
 from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.engine_memory import FLOAT32, MemoryUse
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
@@ -167,6 +170,8 @@ class GenerationMemory:
             )
 
         weights = copied(self.rollout)
+        if self.model.tower is not None and (gathers or in_use):  # else the training module encodes images
+            weights += self.dtype.itemsize * sum(weight.numel() for weight in self.model.tower.weights)
         building = 2.0 * self.model.elements.largest * self.dtype.itemsize
         if gathers:
             building += min(BUCKET_ELEMENTS, self.model.elements.all) * self.dtype.itemsize
@@ -224,6 +229,8 @@ class GenerationMemory:
         tokens = min(self._prefill_tokens, rows * rollout.max_prompt_tokens)
         qkv = max(((heads + 2 * count) * width for count, width in self._kv_sizes), default=0.0)
         prefill = tokens * size * (3 * config.hidden_size + max(4 * qkv, 4 * mlp))
+        if banned_ids(self.model.config):  # states of images, those of one prefill and those that are kept
+            prefill += tokens * config.hidden_size * size + ENCODED_BYTES
         cuts = rollout.sampling.top_p < 1 or rollout.sampling.top_k > 0
         copies = 8 if cuts else 2 + (rollout.sampling.temperature != 1) + size / FLOAT32
         logits = config.vocab_size / ranks * FLOAT32 * copies
@@ -261,12 +268,16 @@ class GenerationMemory:
         cache = self.cache(ranks=ranks, room_bytes=room, records_routes=records_routes)
         # the pool of CUDA graphs keeps its own memory in addition to that of a prefill
         buffers = self.working(cache.rows).of_rows(cache.rows)
+        tower = None
+        if self.model.tower is not None:
+            encoded = self.model.tower.measure(self.rollout.max_prompt_tokens, backward=False)
+            tower = MemoryUse(buffers=encoded.peak, host=KEPT_PIXEL_BYTES)
         need = base + MemoryUse(
             inference=inference.weights,
             cache=cache.cache_bytes,
-            buffers=max(buffers, inference.building - cache.cache_bytes),
+            buffers=max(buffers + (0.0 if tower is None else tower.buffers), inference.building - cache.cache_bytes),
         )
         note = ""
         if cache.full_length_rows < cache.wanted_rows:
             note = f"{cache.rows} of {cache.wanted_rows} completions at once, {cache.full_length_rows} at full length"
-        return SamplingMemory(PhaseMemory("generation", need, machine, note), cache, buffers)
+        return SamplingMemory(PhaseMemory("generation", need, machine, note, tower=tower), cache, buffers)

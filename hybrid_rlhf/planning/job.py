@@ -256,7 +256,15 @@ def read_job(
     ) -> None:
         source = (starts or {}).get(str(path), str(path))
         learns = optimizer is not None
-        model = shaped_model(source, architecture, config=config.model, dtype=dtype, lora=lora, learns=learns)
+        model = shaped_model(
+            source,
+            architecture,
+            config=config.model,
+            dtype=dtype,
+            lora=lora,
+            learns=learns,
+            max_image_pixels=config.data.max_image_pixels,
+        )
         roles[name] = RoleJob(name, dimensions(model), model, zero, optimizer, bound_to)
 
     actor_path = config.model.path

@@ -8,6 +8,7 @@ import torch
 
 from hybrid_rlhf.configs.pipeline import PlanConfig, has_model
 from hybrid_rlhf.planning.device import Device, own_device
+from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory
 from hybrid_rlhf.planning.remedies import Remedy
 from hybrid_rlhf.runtime.hostfile import process_count
@@ -41,7 +42,10 @@ def table(
     ]
     good = True
     for name, phases in planned.items():
-        lines += [_line(phase, width) for phase in phases]
+        for phase in phases:
+            lines.append(_line(phase, width))
+            if phase.tower is not None:
+                lines.append(f"{'  vision tower':{width}}{_columns(phase.tower, phase.part(phase.tower))}".rstrip())
         if misfits := [phase.title for phase in phases if not phase.fits]:
             good = False
             advice = _advice(advised.get(name, ()), prefix="" if single else f"{name}.")
@@ -83,10 +87,13 @@ def _advice(found: Sequence[Remedy], *, prefix: str) -> str:
 
 
 def _line(phase: PhaseMemory, width: int) -> str:
-    values = [getattr(phase.need, name) for name in _COLUMNS] + [phase.total, phase.need.host]
     fits = "yes" if phase.fits else "NO"
-    columns = "".join(f"{_gib(value):>12}" for value in values)
-    return f"{phase.title:{width}}{columns}  {fits} {phase.note}".rstrip()
+    return f"{phase.title:{width}}{_columns(phase.need, phase.total)}  {fits} {phase.note}".rstrip()
+
+
+def _columns(use: MemoryUse, total: float) -> str:
+    values = [getattr(use, name) for name in _COLUMNS] + [total, use.host]
+    return "".join(f"{_gib(value):>12}" for value in values)
 
 
 def _gib(value: float) -> str:

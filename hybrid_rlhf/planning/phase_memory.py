@@ -44,6 +44,8 @@ class PhaseMemory:
     machine: Device
     note: str = ""
     ranks: tuple[int, ...] = (0,)
+    tower: MemoryUse | None = None
+    """The part of the vision tower in it, where rows may have images."""
 
     @property
     def ranks_in_words(self) -> str:
@@ -58,7 +60,11 @@ class PhaseMemory:
     @property
     def total(self) -> float:
         """Bytes that the device of the rank must have; a CPU is its own host."""
-        return self.need.device + (self.need.host if self.machine.device.type == "cpu" else 0.0)
+        return self.part(self.need)
+
+    def part(self, use: MemoryUse) -> float:
+        """Bytes of some of its memory on that device."""
+        return use.device + (use.host if self.machine.device.type == "cpu" else 0.0)
 
     @property
     def timed_as(self) -> str:
@@ -103,6 +109,8 @@ def micro_batch(
     prefix: int = 0,
     sharing: int = 1,
     backward: bool = True,
+    alike: int | None = None,
+    image_tokens: int | None = None,
 ) -> BatchShape:
     """The largest micro-batch of a rank, or its part of one.
 
@@ -117,6 +125,8 @@ def micro_batch(
         prefix: tokens of a row that are computed once for `sharing` rows.
         sharing: number of these rows.
         backward: false in a pass without gradient, whose micro-batches are larger.
+        alike: number of sequences that have the same images; None: the sides of a row.
+        image_tokens: tokens of a row that can be those of images; None: all.
     """
     size, limits = train.micro_batch_size, train.micro_batches(device, model)
     limit = limits.tokens * (1 if backward else limits.forward_factor)
@@ -129,4 +139,5 @@ def micro_batch(
     sequences = max(1, min(at_once, rows * model.ranks_together)) * sides
     wanted = sequences * (length if head_tokens is None else head_tokens)
     part = -(-length // model.sequence_parallel)
-    return BatchShape(sequences, part, -(-wanted // model.ranks_together), prefix, sharing, device)
+    images = -(-sequences // (alike or sides)) * (length if image_tokens is None else image_tokens)
+    return BatchShape(sequences, part, -(-wanted // model.ranks_together), prefix, sharing, device, images)

@@ -93,7 +93,8 @@ class MemoryModel:
         for role in roles:
             if role.is_trained:
                 need = base + self._passing(role, plan, backward=True)
-                phases.append(PhaseMemory(f"{role.name} training", need, self.machine))
+                tower = self._engine(role, plan).of_tower(self._batch(role, plan, backward=True))
+                phases.append(PhaseMemory(f"{role.name} training", need, self.machine, tower=tower))
         return phases or [PhaseMemory("idle", base, self.machine)], rows
 
     def _reads(
@@ -215,6 +216,8 @@ class MemoryModel:
             prefix=prefix if sharing > 1 else 0,
             sharing=sharing,
             backward=backward,
+            alike=config.learned_per_prompt,
+            image_tokens=prefix,
         )
 
 

@@ -10,21 +10,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
-from transformers.integrations import hub_kernels
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
-from hybrid_rlhf.functional import head_kernels, logprobs
 from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes, recurrent_fields
-from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.expert_parallel import expert_layers, require_expert_parallelism
 from hybrid_rlhf.models.families import Family, family_of
 from hybrid_rlhf.models.four_bit import BYTES_PER_WEIGHT
@@ -45,8 +41,9 @@ from hybrid_rlhf.models.pretrained.loading import Architecture, adapt_config, re
 from hybrid_rlhf.models.pretrained.names import EMBEDDED_MODEL
 from hybrid_rlhf.models.pretrained.sources import dequantised_folder, quiet_transformers
 from hybrid_rlhf.models.structure import backbone_of, layer_list, layer_matrices
-from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.planning.memo import once
+from hybrid_rlhf.planning.meta_device import ForwardMemory, passage
+from hybrid_rlhf.planning.tower import Tower, find_tower
 from hybrid_rlhf.runtime.files.reading import regular_file, user_path
 
 _LAYERS_RUN = (2, 4)
@@ -80,21 +77,6 @@ class ParameterCounts:
         return self.trained + self.frozen
 
 
-class ForwardMemory(NamedTuple):
-    """Bytes that a batch adds to the memory of a model."""
-
-    kept: float
-    """Alive between forward and backward."""
-    peak: float
-    """Maximum at any time, without gradients of weights that are already allocated."""
-    host: float
-    """Activations offloaded to host memory."""
-
-    def extrapolated(self, other: ForwardMemory, steps: float) -> ForwardMemory:
-        """Linear extrapolation from self through other, by `steps` times their distance."""
-        return ForwardMemory(*(b + (b - a) * steps for a, b in zip(self, other, strict=True)))
-
-
 @dataclass(frozen=True)
 class BatchShape:
     """Sizes of a micro-batch."""
@@ -110,6 +92,8 @@ class BatchShape:
     """and the number of these rows."""
     device: str = "cpu"
     """Type of the device that computes them."""
+    image_tokens: int = 0
+    """Tokens of different images, at most, if the model reads images."""
 
     @property
     def prefixes(self) -> int:
@@ -143,9 +127,13 @@ class NamedWeight(NamedTuple):
 class ShapedModel:
     """A model on the meta device."""
 
-    def __init__(self, lm: PreTrainedModel, config: ModelConfig, *, four_bit: Sequence[int]) -> None:
-        """Args: the model, how it is trained and split, and the sizes of its 4-bit weights."""
+    def __init__(
+        self, lm: PreTrainedModel, config: ModelConfig, *, four_bit: Sequence[int], tower: Tower | None = None
+    ) -> None:
+        """Args: the model, how it is trained and split, the sizes of its 4-bit weights, and its tower if rows may have
+        images."""
         self.lm = lm
+        self.tower = tower
         self.config: PreTrainedConfig = lm.config
         self.tensor_parallel = config.tensor_parallel
         expert_parallel = config.expert_parallel
@@ -234,6 +222,8 @@ class ShapedModel:
                 memory = self._run(batch, layers=min(many, layers))
                 if layers > many:
                     memory = self._run(batch, layers=few).extrapolated(memory, (layers - many) / (many - few))
+                if self.tower is not None and batch.image_tokens:
+                    memory = memory.with_tower(self.tower.measure(batch.image_tokens, backward=backward))
         except (NotImplementedError, RuntimeError, ValueError) as fault:
             # a forward that needs the values of tensors, or an operation without a shape rule, is the model's own
             raise Unplannable(
@@ -245,22 +235,8 @@ class ShapedModel:
     def _run(self, batch: BatchShape, *, layers: int) -> ForwardMemory:
         """Run a batch through a few layers and count live bytes."""
         lm = self.lm
-        with _some_layers(lm, layers), _local_experts(lm, self._expert_parallel), _shapes_suffice(batch.device):
-            for parameter in lm.parameters():
-                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-            counter = LiveBytes("meta")
-            for tensor in (*lm.parameters(), *lm.buffers(), *(p.grad for p in lm.parameters() if p.grad is not None)):
-                counter.count(tensor.detach())
-            before = counter.live
-            with counter:
-                offload = _MetaOffload() if self._offloads else None
-                with offload or contextlib.nullcontext():
-                    total = _forward(lm, batch)
-                kept = counter.live - before
-                if total.requires_grad:
-                    torch.autograd.backward([total])
-        moved = 0 if offload is None else offload.moved_bytes
-        return ForwardMemory(kept=float(kept), peak=float(counter.peak - before), host=float(moved))
+        with _some_layers(lm, layers), _local_experts(lm, self._expert_parallel):
+            return passage(lm, lambda: _forward(lm, batch), device=batch.device, offloads=self._offloads)
 
 
 def _counts(
@@ -280,16 +256,6 @@ def _counts(
         largest_four_bit=max(four_bit, default=0),
         matrices=sum(matrix.numel() for matrix in matrices) // tensor_parallel,
     )
-
-
-class _MetaOffload(ActivationOffload):
-    """Offload of tensors on the meta device: keeps shapes."""
-
-    def _to_host(self, tensor: Tensor) -> Any:
-        return tuple(tensor.shape), tensor.dtype
-
-    def _to_device(self, host: Any, device: torch.device) -> Tensor:
-        return torch.empty(host[0], dtype=host[1], device=device)
 
 
 @functools.cache
@@ -323,6 +289,7 @@ def shaped_model(
     dtype: torch.dtype,
     lora: LoraConfig | None,
     learns: bool,
+    max_image_pixels: int = 0,
 ) -> ShapedModel:
     """The model as `load_model` and the engines prepare it, on the meta device.
 
@@ -333,11 +300,12 @@ def shaped_model(
         dtype: data type of the weights.
         lora: adapters of a trained model; None: all of its weights are trained.
         learns: whether it is trained.
+        max_image_pixels: of an image in a row; 0: rows are read as text.
 
     Raises:
         UserError: when there is no config that transformers can read, or no model of this architecture.
     """
-    key = repr((path, architecture, config, dtype, lora, learns))
+    key = repr((path, architecture, config, dtype, lora, learns, max_image_pixels))
     if key in _MODELS:
         return _MODELS[key]
     hf_config = copy.deepcopy(read_config(path, trust_remote_code=config.trust_remote_code))
@@ -360,7 +328,8 @@ def shaped_model(
     lm.train(learns)
     if len(_MODELS) == _MOST_MODELS:
         _MODELS.pop(next(iter(_MODELS)))
-    _MODELS[key] = ShapedModel(lm, config, four_bit=four_bit)
+    tower = find_tower(lm, path, config, max_image_pixels) if max_image_pixels else None
+    _MODELS[key] = ShapedModel(lm, config, four_bit=four_bit, tower=tower)
     return _MODELS[key]
 
 
@@ -424,72 +393,3 @@ def _forward(lm: PreTrainedModel, batch: BatchShape) -> Tensor:
     wanted = ids.flatten()[: batch.head_tokens]
     of_tokens, _ = HeadLogprobs(lm, device_type=batch.device)(hidden[wanted], wanted, 1.0)
     return of_tokens.sum()  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _shapes_suffice(device: str) -> Iterator[None]:
-    """Replace functions so that models run on the meta device, with the memory that they take on a type of device."""
-    of_device = _REPLACED_ON_GPUS if device == "cuda" else ()
-    replaced = [(*each, getattr(*each[:2])) for each in (*_REPLACED, *of_device) if hasattr(*each[:2])]
-    for owner, name, other, _ in replaced:
-        setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        for owner, name, _, original in replaced:
-            setattr(owner, name, original)
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """[T, K] and [E, K, N] give [T, N], each row with the weight of its group."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        return rows.new_empty(len(rows), weight.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Sequence[Tensor | None]:
-        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
-        return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Keeps queries, keys, values, the output and one normaliser per row (arXiv 2205.14135)."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows, heads, length, width = *query.shape[:-1], value.shape[-1]
-        if width == query.shape[-1]:
-            mixed = torch.empty_like(query)  # in the layout of the queries
-        else:  # latent attention
-            mixed = query.new_empty(rows, length, heads, width).transpose(1, 2)
-        normaliser = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-        ctx.save_for_backward(query, key, value, mixed, normaliser)
-        return mixed
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Sequence[Tensor]:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
-
-
-_REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    # packed rows are looked for in position ids, which have no values here
-    (masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
-    # torch keeps all attention scores here, a fused kernel does not
-    (functional, "scaled_dot_product_attention", lambda q, k, v, **options: _FusedAttention.apply(q, k, v)),
-    # torch has none on this device; peft turns it off around the adapters of stacked experts
-    (torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
-    # transformers then takes torch's functions in place of Triton kernels (fla), which would read the tensors
-    (hub_kernels, "is_torchdynamo_exporting", lambda: True),
-    # torch's shape rule knows bfloat16 alone; before torch 2.9 there is no such product
-    (functional, "grouped_mm", lambda rows, weight, **_: _GroupedProduct.apply(rows, weight)),
-)
-"""Functions of modules, and what takes their place."""
-_REPLACED_ON_GPUS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (logprobs, "_suits_kernels", lambda hidden: hidden.dtype != torch.float64),
-    (logprobs, "wide_linear", lambda *_, out: out),
-    (head_kernels, "summary", lambda logits, labels, **_: logits.new_empty(3, len(labels)).unbind()),
-    (head_kernels, "logits_gradient", lambda *_, out, **__: out),
-)
-"""The product and the kernels of the head, and which states these take."""

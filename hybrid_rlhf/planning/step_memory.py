@@ -94,7 +94,15 @@ class Planner:
         def engine(path: str | None, *, learns: bool) -> EngineMemory:
             source = self.starts.get(str(path), str(path))
             lora = config.lora if learns else None
-            model = shaped_model(source, architecture, config=config.model, dtype=dtype, lora=lora, learns=learns)
+            model = shaped_model(
+                source,
+                architecture,
+                config=config.model,
+                dtype=dtype,
+                lora=lora,
+                learns=learns,
+                max_image_pixels=config.data.max_image_pixels,
+            )
             zero = config.zero if learns else frozen_zero(config.zero)
             optimizer = config.optimizer if learns else None
             return engine_memory(model, zero, optimizer, dtype=dtype, ranks=machine.ranks, overrides=overrides)
@@ -122,7 +130,8 @@ class Planner:
                 yield memory.sampling(base, inference, machine, ranks=machine.ranks, records_routes=False).phase
         if isinstance(config, PreferenceStepConfig) and config.reference is not None and config.holds_reference:
             base += engine(config.reference.path or config.model.path, learns=False).held
-        yield PhaseMemory(name, base + distillation + trained.training(batch), machine)
+        need = base + distillation + trained.training(batch)
+        yield PhaseMemory(name, need, machine, tower=trained.of_tower(batch))
 
 
 def lacks_kv_cache(config: RLConfig, placement: Placement) -> bool:

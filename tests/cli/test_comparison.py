@@ -19,6 +19,7 @@ class Engine:
     """Answers nothing, to as many prompts as there are."""
 
     opened, closed = 0, 0
+    image_reader = None
 
     @classmethod
     def from_pretrained(cls, path: str, **_: Any) -> Engine:
@@ -29,7 +30,7 @@ class Engine:
     def close(self) -> None:
         Engine.closed += 1
 
-    def generate(self, prompts: list[list[int]], sampling: Any) -> list[list[Any]]:
+    def generate(self, prompts: list[list[int]], sampling: Any, **_: Any) -> list[list[Any]]:
         return [[type("Completion", (), {"token_ids": []})] for _ in prompts]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import sys
 import tempfile
 import textwrap
@@ -22,8 +23,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
@@ -34,17 +37,33 @@ from hybrid_rlhf.generation.architecture.model_description import Split
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.models.families import FAMILIES, unread_weights
+from hybrid_rlhf.models.families.vision import VISION_FAMILIES, images_refused
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens, require_own_logits
 from hybrid_rlhf.models.lora import add_lora, lora_merged
-from hybrid_rlhf.models.packing import packs, shares_prefixes
+from hybrid_rlhf.models.packing import packs, shares_prefixes, use_packing
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.models.pretrained.loading import adapt_config, adapt_model, load_model
 from hybrid_rlhf.models.pretrained.saving import save_model
+from hybrid_rlhf.models.vision import ImageEncoder
 from hybrid_rlhf.runtime.world import solo_world
 from tests.generation.references import hugging_face_greedy
 from tests.support.model_types import NotBuilt, model_types, tiny_of_type
 from tests.support.models import distance_of_shared_rows, rows_that_begin_alike
 from tests.support.tiny import tiny_tokenizer
+from tests.support.vision import (
+    MIXED,
+    build_vision,
+    chat_ids,
+    greedy_of_transformers,
+    of_transformers,
+    padded_chats,
+    pictures_of,
+    prompt_images,
+    random_lm,
+    require_same_gradients,
+    row_images,
+    text_mask,
+)
 
 GREEDY = SamplingParams(max_new_tokens=10, temperature=0.0)
 LENGTHS = (9, 4, 17)
@@ -65,6 +84,8 @@ class TypeReport:
     lora: str = NO
     reward_model: str = NO
     towers: str = NO
+    images: str = NO
+    """"yes", or why images of a type that has a tower for them are refused."""
     as_generate: bool = True
     """Whether greedy tokens are those of transformers' generate; else those of the forward over whole sequences."""
 
@@ -111,6 +132,7 @@ def _check(model_type: str, model: PreTrainedModel) -> TypeReport:
         _lora(copy.deepcopy(model)) if works else NO,
         _reward_model(model_type),
         _saving(model) if works else NO,
+        _images(model_type) if works else NO,
         as_generate,
     )
 
@@ -293,6 +315,43 @@ def _saving(model: PreTrainedModel) -> str:
     return "kept" if unread_weights(lm, (name for name, _ in lm.named_parameters())) else NO
 
 
+def _images(model_type: str) -> str:
+    """Whether images are read as the type's own module reads them, and saved with the names of its weights."""
+    if model_type not in VISION_FAMILIES:
+        refusal = images_refused(CONFIG_MAPPING[model_type]()) or ""
+        reason = re.search(r"\((.*)\)", refusal)
+        return reason[1] if reason and model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else NO
+    lm = build_vision(model_type)
+    if (distance := _distance_of_rows_with_images(model_type)) > 1e-5:
+        return f"wrong: log-probs of packed rows differ by {distance:.2g}"
+    saving = _saving(copy.deepcopy(lm))
+    rows = [(chat_ids(model_type, content), pictures_of(content)) for content, _ in MIXED]
+    expected = [greedy_of_transformers(model_type, lm, *row, GREEDY.max_new_tokens) for row in rows]
+    encoder = ImageEncoder(lm)
+    images = [prompt_images(encoder, ids, row_images(model_type, pictures)) for ids, pictures in rows]
+    engine = GenerationEngine.from_model(lm, stop_token_ids=(lm.generation_config.eos_token_id,))
+    found = [samples[0].token_ids for samples in engine.generate([ids for ids, _ in rows], GREEDY, images=images)]
+    if found != expected:
+        return "wrong: greedy tokens after images differ from generate"
+    return YES if saving == "kept" else saving
+
+
+def _distance_of_rows_with_images(model_type: str) -> float:
+    """Largest difference of log-probs of packed rows from those of forwards of single rows; gradients, also of the
+    tower, must agree too."""
+    ours, theirs = random_lm(model_type), random_lm(model_type)
+    use_packing(ours)
+    ids, real, images = padded_chats(model_type, MIXED)
+    mask = text_mask(ours, ids, real)[:, 1:]
+    found = Policy(ours)(ids, real, text_mask(ours, ids, real), images=images)[0][:, 1:]
+    expected = pad_sequence(of_transformers(model_type, theirs, MIXED), batch_first=True)
+    weights = torch.linspace(-1, 1, int(mask.sum()))
+    for logprobs in (found, expected):
+        (logprobs[mask] * weights).sum().backward()
+    require_same_gradients(ours, theirs)
+    return worst([found[mask].detach()], [expected[mask].detach()])
+
+
 def _line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
@@ -305,7 +364,7 @@ def page(reports: Sequence[TypeReport]) -> str:
     trained = [report for report in built if report.training in ("packed", "padded")]
     rows = "\n".join(
         f"| `{r.model_type}` | {_cell(r.generation)} | {_cell(r.training)} | {_cell(r.tensor_parallel)} | "
-        f"{_cell(r.lora)} | {_cell(r.reward_model)} | {_cell(r.towers)} |"
+        f"{_cell(r.lora)} | {_cell(r.reward_model)} | {_cell(r.towers)} | {_cell(r.images)} |"
         for r in built
     )
     rest = "\n".join(
@@ -322,6 +381,7 @@ def page(reports: Sequence[TypeReport]) -> str:
         packed=sum(report.training == "packed" for report in trained),
         padded=sum(report.training == "padded" for report in trained),
         towers=len(towers),
+        images=sum(report.images == YES for report in built),
         as_forward=textwrap.fill(others or "none", width=120, break_on_hyphens=False),
         rows=rows,
         rest=rest,
@@ -351,12 +411,15 @@ generates with its own forward over whole sequences, to {float32} nats in float3
   without these layers their common beginnings are computed once, as in separate rows to 1e-12 in float64;
   others are padded ({padded} types).
 - **Reward model**: the type has a sequence classifier with a score per token; critics are reward models too.
-- **Towers**: *kept* where the model reads images or sound ({towers} types). Training reads text alone: the weights of
-  towers and projectors have no gradient, no optimizer state and no adapters, and are saved with the names, values and
-  settings that were loaded, beside unchanged files of the processor. Other types with towers are refused.
+- **Towers**: *kept* where the model reads images or sound ({towers} types). The weights of towers and projectors have
+  no gradient, no optimizer state and no adapters, unless `model.vision` is `train`, and are saved with the names,
+  values and settings that were loaded, beside unchanged files of the processor. Other types with towers are refused.
+- **Images**: *yes* where rows may have images ({images} types). Greedy tokens after images equal those of `generate`,
+  log-probs and gradients of packed rows with images those of the module, row by row. Other types with towers train and
+  generate on text alone; the table has the reason.
 
-| Type | Generation | Training | Tensor parallel | LoRA | Reward model | Towers |
-|---|---|---|---|---|---|---|
+| Type | Generation | Training | Tensor parallel | LoRA | Reward model | Towers | Images |
+|---|---|---|---|---|---|---|---|
 {rows}
 
 Types of which no tiny model is built:

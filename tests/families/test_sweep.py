@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Mapping
+from typing import Any
 
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from hybrid_rlhf.models.families.vision import VISION_FAMILIES, images_refused
 from tests.families.sweep import PAGE, check_type, page
 from tests.support.model_types import model_types
 
@@ -42,9 +48,9 @@ def test_a_type_trains_and_generates_as_its_module_computes(model_type: str) -> 
 
 @pytest.mark.parametrize(
     "model_type",
-    ["idefics3", "internvl", "llama4", "llava", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen2_audio"],
+    ["idefics3", "internvl", "llama4", "llava", "mistral3", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwen2_audio"],
 )
-def test_a_type_with_towers_computes_text_and_is_saved_with_them(model_type: str) -> None:
+def test_a_type_with_towers_is_saved_with_them(model_type: str) -> None:
     """Towers at several places: Llama 4's are beside a causal LM with a head of its own."""
     report = check_type(model_type)
     assert (report.generation, report.training, report.lora, report.towers) == (
@@ -53,6 +59,41 @@ def test_a_type_with_towers_computes_text_and_is_saved_with_them(model_type: str
         "yes",
         "kept",
     )
+    images = {"llama4": "not tested", "mistral3": "not tested", "qwen2_audio": "-"}
+    assert report.images == images.get(model_type, "yes")
+
+
+def _names_in(settings: Mapping[str, Any]) -> set[str]:
+    nested = (_names_in(value) for value in settings.values() if isinstance(value, Mapping))
+    return set(settings).union(*nested)
+
+
+SIGNS = {
+    "cross attention": {"cross_attention_layers", "cross_layer_interval", "resampler_heads"},
+    "encoder-decoder": {"is_encoder_decoder"},
+    "image vocabulary": {"vq_config"},
+    "per-layer inputs": {"hidden_size_per_layer_input"},
+    "query tokens": {"num_query_tokens", "latent_query_num"},
+}
+"""Settings of configs with which images cannot pass a tower alone."""
+
+
+@pytest.mark.parametrize("model_type", sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *VISION_FAMILIES}))
+def test_images_of_other_types_are_refused_with_a_reason(model_type: str) -> None:
+    """Of all types that transformers gives images, the reason is what their own config shows."""
+    config = CONFIG_MAPPING[model_type]()
+    refusal = images_refused(config)
+    settings = config.to_dict()
+    names = {name for name in _names_in(settings) if name != "is_encoder_decoder" or config.is_encoder_decoder}
+    expected = [reason for reason, signs in SIGNS.items() if signs & names]
+    if model_type in VISION_FAMILIES:
+        assert refusal is None and not expected
+    elif model_type in ("mistral4", "pi0"):  # models of text, and of a robot's actions
+        assert refusal and refusal.startswith(f"images need a vision-language model, got {model_type}: choose a type")
+    else:
+        assert refusal and "\n" not in refusal
+        assert refusal.startswith(f"images of model type {model_type} are not supported (")
+        assert (expected or ["not tested"])[0] in refusal
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

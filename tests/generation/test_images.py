@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,18 +42,21 @@ from tests.support.marks import faults
 from tests.support.ranks import run_ranks
 from tests.support.vision import (
     FAMILIES,
+    Change,
     build_vision,
     chat_ids,
+    greedy_of_transformers,
     model_arguments,
     padded_chats,
     picture,
+    pictures_of,
+    prompt_images,
     row_images,
     vision_folder,
     vision_processor,
 )
 
 Content = Sequence[str | Image.Image]
-Change = Callable[[EncodedImages], EncodedImages]
 CONTENTS: list[Content] = [
     [picture(1), "What colour?"],
     [picture(2), "What colour?"],
@@ -66,14 +69,6 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
 SAMPLED = SamplingParams(max_new_tokens=40, n=3, seed=7, ignore_eos=True)
 DEFAULT = ("gemma3", "qwen3_5", "qwen3_vl")
 """Two directions, recurrent layers, and positions with axes beside states added after layers."""
-
-
-def prompt_images(
-    encoder: ImageEncoder, ids: Sequence[int], row: Sequence[RowImage], change: Change = lambda encoded: encoded
-) -> PromptImages | None:
-    """The images of a prompt, changed when they are encoded; None without one."""
-    keys = [(image.key, image.tokens) for image in row]
-    return PromptImages.of(ids, encoder.token_id, keys, lambda: change(encoder.encode(row, ids))) if row else None
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class Prompts:
 
     @functools.cached_property
     def pictures(self) -> list[list[Image.Image]]:
-        return [[part for part in content if not isinstance(part, str)] for content in self.contents]
+        return [pictures_of(content) for content in self.contents]
 
     def images(self, change: Change = lambda encoded: encoded) -> list[PromptImages | None]:
         """The images of each prompt, changed when they are encoded."""
@@ -111,12 +106,9 @@ class Prompts:
 
     def greedy(self, new_tokens: int = GREEDY.max_new_tokens) -> list[list[int]]:
         """Completions by transformers' `generate`."""
-        banned = list(vision_processor(self.family).banned_ids)
-        options = {"max_new_tokens": new_tokens, "do_sample": False, "suppress_tokens": banned}
-        rows = zip(self.ids, self.pictures, strict=True)
         return [
-            self.lm.generate(**model_arguments(self.family, ids, pictures), **options)[0, len(ids) :].tolist()
-            for ids, pictures in rows
+            greedy_of_transformers(self.family, self.lm, ids, pictures, new_tokens)
+            for ids, pictures in zip(self.ids, self.pictures, strict=True)
         ]
 
     @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +9,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from PIL import Image
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.models.distillation import Student, Teacher, TeacherTargets
-from hybrid_rlhf.models.families import has_mixers
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES
 from hybrid_rlhf.models.packing import packs, saved_rows, set_tensor_world, use_packing
 from hybrid_rlhf.models.policy import Policy, Scorer, scores_at_end
@@ -30,25 +25,23 @@ from tests.support.errors import user_error
 from tests.support.tiny import tiny_model
 from tests.support.vision import (
     FAMILIES,
+    MIXED,
+    Chat,
     build_vision,
     chat_ids,
     model_arguments,
+    of_transformers,
     padded_chats,
     picture,
+    pictures_of,
+    random_lm,
+    require_same_gradients,
     row_images,
     save_vision,
+    text_mask,
     vision_processor,
 )
 
-Chat = tuple[Sequence[str | Image.Image], str]
-MIXED: list[Chat] = [
-    ([picture(1), "What colour?"], "red"),
-    (["Hi ", picture(3), " and ", picture(4), " differ a lot, do they not? Say how."], "no"),
-    (["no image"], "none at all"),
-    ([picture(5, (64, 24)), "x"], ""),
-    ([picture(6, (90, 60)), "yy"], "zz"),
-]
-"""Rows of different lengths, with none, one and two images of different sizes."""
 ALIKE: list[Chat] = [(["Compare ", picture(3), picture(4)], answer) for answer in ("one", "twelve", "a hundred")] + [
     (["Compare ", picture(3), picture(8, picture(4).size)], "four")
 ]
@@ -59,42 +52,6 @@ FEW = ("qwen3_vl", "gemma3", "idefics3")
 def every(*few: str) -> list[Any]:
     """Some families, the others as `faults`."""
     return [family if family in few else pytest.param(family, marks=pytest.mark.faults) for family in FAMILIES]
-
-
-def random_lm(family: str) -> PreTrainedModel:
-    """Whose every weight matters, and gradients are of similar size."""
-    return build_vision(family, spread=2.0)
-
-
-def of_transformers(family: str, lm: PreTrainedModel, chats: Sequence[Chat]) -> list[Tensor]:
-    """Log-probs of the tokens of each row but the first, row by row."""
-    found = []
-    banned = list(Policy(lm).head.convention.banned)
-    for content, answer in chats:
-        ids = chat_ids(family, content, answer)
-        images = [part for part in content if not isinstance(part, str)]
-        logits = lm(**model_arguments(family, ids, images)).logits[0, :-1]
-        logits = logits.index_fill(1, torch.tensor(banned), -torch.inf)
-        found.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0])
-    return found
-
-
-def text_mask(lm: PreTrainedModel, ids: Tensor, real: Tensor) -> Tensor:
-    """True on tokens that a model can sample."""
-    return real & ~torch.isin(ids, torch.tensor(Policy(lm).head.convention.banned))
-
-
-def require_same_gradients(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
-    """Relative to each weight's own gradient, which a recurrence over the tokens lets cancel; rounding also leaves a
-    part of the largest."""
-    bound = 1e-4 if has_mixers(ours.config) else 1e-5
-    expected = {name: weight.grad for name, weight in theirs.named_parameters() if weight.grad is not None}
-    largest = max(float(grad.norm()) for grad in expected.values())
-    found = {name: weight.grad for name, weight in ours.named_parameters() if weight.grad is not None}
-    assert expected.keys() == found.keys()
-    assert any("vis" in name and float(grad.norm()) > 1e-4 * largest for name, grad in expected.items())
-    for name, grad in expected.items():
-        assert float((found[name] - grad).norm()) <= bound * float(grad.norm()) + 1e-7 * largest, name
 
 
 @pytest.mark.parametrize("family", every(*FEW))
@@ -129,7 +86,7 @@ def test_rows_equal_those_of_transformers(family: str, chats: list[Chat]) -> Non
     distinct = {image.key: image for row in images.rows for image in row}
     pixels = [image.load()["pixel_values"] for image in distinct.values()]
     assert read["pixel_values"].shape == torch.cat(pixels, dim=VISION_FAMILIES[family].joined_dim).shape
-    shares = chats is ALIKE and family not in ("gemma3", "qwen3_5")
+    shares = chats is ALIKE and family not in ("gemma3", "qwen3_5", "qwen3_5_moe")
     assert bool(saved_rows(ours)) == shares
     assert packs(ours)
 
@@ -200,7 +157,7 @@ def test_encoded_images_are_what_the_language_model_reads(family: str) -> None:
     lm = random_lm(family)
     content = ["Hi ", picture(3), " and ", picture(4), picture(3), "?"]
     ids = chat_ids(family, content)
-    images = [part for part in content if not isinstance(part, str)]
+    images = pictures_of(content)
     read = []
     handle = text_model_of(lm).register_forward_pre_hook(
         lambda module, args, options: read.append(options), with_kwargs=True
@@ -267,7 +224,7 @@ def test_scores_equal_those_of_single_rows(family: str, tmp_path: Path) -> None:
         found = scores_at_end(Scorer(scorer)(ids, real, images=images), real)
         expected = []
         for content, answer in MIXED:
-            pictures = [part for part in content if not isinstance(part, str)]
+            pictures = pictures_of(content)
             arguments = model_arguments(family, chat_ids(family, content, answer), pictures)
             expected.append(scorer.score(backbone_of(scorer)(**arguments).last_hidden_state[0, -1]))
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-5)
@@ -290,7 +247,7 @@ def test_a_student_learns_from_what_a_teacher_sees(family: str) -> None:
         banned = list(student.head.convention.banned)
         others = [token for token in range(len(student.head.weight)) if token not in banned]
         for row, (content, answer) in enumerate(MIXED):
-            pictures = [part for part in content if not isinstance(part, str)]
+            pictures = pictures_of(content)
             arguments = model_arguments(family, chat_ids(family, content, answer), pictures)
             ours, theirs = (lm(**arguments).logits[0, :-1, others].log_softmax(-1) for lm in (taught, teacher))
             apart = (theirs.exp() * (theirs - ours)).sum(dim=-1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gc
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,15 +15,19 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.data.images.reading import png
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.image_loading import SavedImageReader
+from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.models.structure import text_model_of
 from hybrid_rlhf.models.vision import ImageEncoder
 from tests.support.marks import faults
 from tests.support.messages import assistant, user
 from tests.support.services import Server, open_service, served_service
+from tests.support.serving import server_process
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.vision import (
     FAMILIES,
@@ -159,12 +165,6 @@ def test_faulty_images_are_refused(server: Server, url: str, rule: str) -> None:
     assert len(error["message"]) < 700
 
 
-def test_a_body_of_100_megabytes_is_refused(server: Server) -> None:
-    messages = [user([image_part("data:image/png;base64," + "A" * (100 * 2**20))])]
-    assert server.post("/v1/chat/completions", {"model": "m", "messages": messages}).status_code == 413
-    assert server.chat(messages=[user("hello")], max_tokens=2).choices
-
-
 @pytest.mark.parametrize(
     ("body", "rule"),
     [
@@ -210,6 +210,34 @@ def test_text_needs_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SavedImageReader, "__call__", pytest.fail)
     with serving("idefics3") as server:
         assert server.chat(**GREEDY).choices
+
+
+def test_the_language_model_is_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the tower there are only the inference weights, which are fused copies of some of the model's."""
+    models: list[weakref.ref[Any]] = []
+
+    def loaded(*given: Any, **named: Any) -> tuple[PreTrainedModel, bool]:
+        lm, fresh = load_model(*given, **named)
+        models.extend(map(weakref.ref, (lm, *text_model_of(lm).modules())))
+        return lm, fresh
+
+    monkeypatch.setattr("hybrid_rlhf.generation.engine.load_model", loaded)
+    engine = GenerationEngine.from_pretrained(str(vision_folder("qwen3_vl")), dtype=torch.float32)
+    gc.collect()
+    assert engine.image_reader is not None and len(models) > 20 and not any(model() for model in models)
+
+
+def test_the_command_serves_images() -> None:
+    """With its own limit of pixels; a body of 100 MB ends no connection but its own."""
+    line = f"{vision_folder('qwen3_vl')} --model_name m --dtype float32 --device cpu --max_sequence_tokens 600"
+    with server_process(f"{line} --max_image_pixels 1024") as (_, url):
+        server = Server(url)
+        answer = server.chat(messages=[user(parts([picture(3, (64, 64)), "q"]))], **GREEDY)
+        assert answer.prompt_token_ids == chat_ids("qwen3_vl", [picture(3, (64, 64)).resize((32, 32)), "q"])
+        refused = {"model": "m", "messages": [user([image_part("data:image/png;base64," + "A" * (100 * 2**20))])]}
+        assert server.post("/v1/chat/completions", refused).status_code == 413
+        again = server.chat(messages=[user(parts([picture(3, (64, 64)), "q"]))], **GREEDY)
+        assert again.choices[0].token_ids == answer.choices[0].token_ids
 
 
 def test_replaced_weights_are_those_of_the_tower_too() -> None:

@@ -10,23 +10,30 @@ import functools
 import json
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from PIL import Image, ImageDraw
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rlhf.generation.batching.images import PromptImages
+from hybrid_rlhf.models.families import has_mixers
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES
+from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.pretrained.processors import ImageProcessor
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
-from hybrid_rlhf.models.vision import Images, RowImage
+from hybrid_rlhf.models.vision import EncodedImages, ImageEncoder, Images, RowImage
 from tests.support.tiny import byte_tokenizer
 
 FAMILIES = tuple(VISION_FAMILIES)
+Change = Callable[[EncodedImages], EncodedImages]
+Chat = tuple[Sequence[str | Image.Image], str]
+"""Texts and pictures of a user's turn, and the answer."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -326,6 +333,11 @@ def picture(seed: int, size: tuple[int, int] | None = None) -> Image.Image:
     return image
 
 
+def pictures_of(content: Sequence[str | Image.Image]) -> list[Image.Image]:
+    """The pictures of a turn."""
+    return [part for part in content if not isinstance(part, str)]
+
+
 def chat_ids(family: str, content: Sequence[str | Image.Image], answer: str = "") -> list[int]:
     """Token ids of a user's turn with texts and pictures, the beginning of the answer, and the answer."""
     processor = vision_processor(family)
@@ -335,7 +347,7 @@ def chat_ids(family: str, content: Sequence[str | Image.Image], answer: str = ""
         [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
     )
     first, *rest = rendered.split(processor.placeholder)
-    images = [part for part in content if not isinstance(part, str)]
+    images = pictures_of(content)
     expanded = [processor.expansion_text(*image.size) + text for image, text in zip(images, rest, strict=True)]
     return tokenizer.encode(first + "".join(expanded) + answer, add_special_tokens=False)  # type: ignore[no-any-return]
 
@@ -359,12 +371,73 @@ def row_images(family: str, images: Sequence[Image.Image]) -> list[RowImage]:
     return [processor.row_image(image, hash((image.size, image.tobytes()))) for image in images]
 
 
-def padded_chats(
-    family: str, chats: Sequence[tuple[Sequence[str | Image.Image], str]]
-) -> tuple[torch.Tensor, torch.Tensor, Images]:
+def padded_chats(family: str, chats: Sequence[Chat]) -> tuple[torch.Tensor, torch.Tensor, Images]:
     """Rows of a turn and its answer: ids [B, T], mask [B, T] and images."""
     rows = [torch.tensor(chat_ids(family, content, answer)) for content, answer in chats]
     lengths = torch.tensor([len(row) for row in rows])
-    images = [[part for part in content if not isinstance(part, str)] for content, _ in chats]
+    images = [pictures_of(content) for content, _ in chats]
     real = torch.arange(int(lengths.max())) < lengths[:, None]
     return pad_sequence(rows, batch_first=True), real, Images([row_images(family, of_row) for of_row in images])
+
+
+MIXED: list[Chat] = [
+    ([picture(1), "What colour?"], "red"),
+    (["Hi ", picture(3), " and ", picture(4), " differ a lot, do they not? Say how."], "no"),
+    (["no image"], "none at all"),
+    ([picture(5, (64, 24)), "x"], ""),
+    ([picture(6, (90, 60)), "yy"], "zz"),
+]
+"""Rows of different lengths, with none, one and two images of different sizes."""
+
+
+def random_lm(family: str) -> PreTrainedModel:
+    """Whose every weight matters, and gradients are of similar size."""
+    return build_vision(family, spread=2.0)
+
+
+def of_transformers(family: str, lm: PreTrainedModel, chats: Sequence[Chat]) -> list[Tensor]:
+    """Log-probs of the tokens of each row but the first, row by row."""
+    found = []
+    banned = list(Policy(lm).head.convention.banned)
+    for content, answer in chats:
+        ids = chat_ids(family, content, answer)
+        images = pictures_of(content)
+        logits = lm(**model_arguments(family, ids, images)).logits[0, :-1]
+        logits = logits.index_fill(1, torch.tensor(banned), -torch.inf)
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0])
+    return found
+
+
+def text_mask(lm: PreTrainedModel, ids: Tensor, real: Tensor) -> Tensor:
+    """True on tokens that a model can sample."""
+    return real & ~torch.isin(ids, torch.tensor(Policy(lm).head.convention.banned))
+
+
+def require_same_gradients(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
+    """Relative to each weight's own gradient, which a recurrence over the tokens lets cancel; rounding also leaves a
+    part of the largest."""
+    bound = 1e-4 if has_mixers(ours.config) else 1e-5
+    expected = {name: weight.grad for name, weight in theirs.named_parameters() if weight.grad is not None}
+    largest = max(float(grad.norm()) for grad in expected.values())
+    found = {name: weight.grad for name, weight in ours.named_parameters() if weight.grad is not None}
+    assert expected.keys() == found.keys()
+    assert any("vis" in name and float(grad.norm()) > 1e-4 * largest for name, grad in expected.items())
+    for name, grad in expected.items():
+        assert float((found[name] - grad).norm()) <= bound * float(grad.norm()) + 1e-7 * largest, name
+
+
+def greedy_of_transformers(
+    family: str, lm: PreTrainedModel, ids: Sequence[int], images: Sequence[Image.Image], new_tokens: int
+) -> list[int]:
+    """Greedy tokens after a prompt by transformers' `generate`."""
+    banned = list(vision_processor(family).banned_ids)
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "suppress_tokens": banned}
+    return lm.generate(**model_arguments(family, ids, images), **options)[0, len(ids) :].tolist()  # type: ignore[no-any-return, operator]
+
+
+def prompt_images(
+    encoder: ImageEncoder, ids: Sequence[int], row: Sequence[RowImage], change: Change = lambda encoded: encoded
+) -> PromptImages | None:
+    """The images of a prompt, changed when they are encoded; None without one."""
+    keys = [(image.key, image.tokens) for image in row]
+    return PromptImages.of(ids, encoder.token_id, keys, lambda: change(encoder.encode(row, ids))) if row else None

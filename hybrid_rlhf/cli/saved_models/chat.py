@@ -118,8 +118,7 @@ def main(config: ChatConfig) -> None:
     """Load the model and chat."""
     logger.info(LOADING_LIBRARIES)
     from hybrid_rlhf.cli.saved_models.loading import find_model, image_content, load_engine, load_scorer
-    from hybrid_rlhf.data.chat.messages import Message, read_message
-    from hybrid_rlhf.data.rows.placing import place_images
+    from hybrid_rlhf.data.chat.messages import Message
     from hybrid_rlhf.generation.batching.images import PromptImages
     from hybrid_rlhf.generation.chat import ChatSession
     from hybrid_rlhf.generation.image_loading import PromptEncoder
@@ -129,13 +128,17 @@ def main(config: ChatConfig) -> None:
         encoder = PromptEncoder(tokenizer, engine.image_reader, max_pixels=config.max_image_pixels)
 
         def encode(messages: list[Message]) -> tuple[list[int], PromptImages | None]:
-            where = "the conversation"
-            read = [
-                read_message(where, message, with_images=True) if isinstance(message["content"], list) else message
-                for message in messages
-            ]
-            (names,) = place_images(where, {}, read)
-            return encoder(where, read, [*map(image_content, names)])
+            def read(part: dict[str, str]) -> dict[str, Any]:
+                return {**part, "image": image_content(part["image"])} if "image" in part else part
+
+            return encoder.conversation(
+                [
+                    {**message, "content": [*map(read, message["content"])]}
+                    if isinstance(message["content"], list)
+                    else message
+                    for message in messages
+                ]
+            )
 
         return ChatSession(engine, tokenizer, encode, system=config.system)
 

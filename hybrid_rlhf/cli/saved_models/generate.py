@@ -16,7 +16,7 @@ from hybrid_rlhf.runtime.output import print_result
 def main(config: GenerateConfig) -> None:
     """Complete the prompts, and print or write them."""
     logger.info(LOADING_LIBRARIES)
-    from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model, image_content
+    from hybrid_rlhf.cli.saved_models.loading import image_content, load_engine
     from hybrid_rlhf.data.chat.reasoning import text_decoder
     from hybrid_rlhf.data.rows.files import json_line, rows_file
     from hybrid_rlhf.data.rows.formats import read_prompt_row
@@ -27,17 +27,16 @@ def main(config: GenerateConfig) -> None:
     output = None if config.output is None else rows_file(config.output, overwrite=config.overwrite)
     asked = {"prompt": config.prompt} | ({"images": config.image} if config.image else {})
     located_rows = [*open_source(config.input)] if config.input is not None else [("--prompt", asked)]
-    model = find_model(config)
-    rows = [(row, read_prompt_row(where, row, refusal=model.image_refusal)) for where, row in located_rows]
+    rows = [(row, read_prompt_row(where, row, refusal="")) for where, row in located_rows]
     if config.image:
         rows[0][1].images[:] = map(image_content, config.image)
-    engine = engine_at(model, kv_cache_gib=None)
-    encode = PromptEncoder(model.tokenizer, engine.image_reader, max_pixels=config.max_image_pixels)
+    engine, tokenizer = load_engine(config)
+    encode = PromptEncoder(tokenizer, engine.image_reader, max_pixels=config.max_image_pixels)
     prompts = [
         encode(where, prompt.messages, prompt.images, tools=prompt.tools)
         for (where, _), (_, prompt) in zip(located_rows, rows, strict=True)
     ]
-    shown = text_decoder(model.tokenizer)
+    shown = text_decoder(tokenizer)
     start = time.perf_counter()
     progress = ProgressLog("completing", total=len(prompts) * config.sampling.n, unit="completions")
     completions = engine.generate(

@@ -17,7 +17,6 @@ from hybrid_rlhf.data.images.expansion import ImageRules
 from hybrid_rlhf.data.images.reading import require_size
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.image_loading import image_rules
-from hybrid_rlhf.models.families.vision import images_refused
 from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
 from hybrid_rlhf.models.pretrained.loading import is_scorer, load_model, training_dtype
 from hybrid_rlhf.models.pretrained.sources import resolve_model
@@ -45,11 +44,6 @@ class Place:
     def scores(self) -> bool:
         """True for a reward model."""
         return is_scorer(load_config(self.path, trust_remote_code=self.trust_remote_code))
-
-    @property
-    def image_refusal(self) -> str:
-        """Why rows may have no images; empty: they may."""
-        return images_refused(load_config(self.path, trust_remote_code=self.trust_remote_code)) or ""
 
     def image_rules(self, max_pixels: int) -> ImageRules:
         """How the images of rows are encoded; see `image_rules`."""

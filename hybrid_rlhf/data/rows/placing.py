@@ -27,7 +27,7 @@ def place_images(
     Raises:
         UserError: with a reason why there may be none, or for images that do not match the turns.
     """
-    column = [_listed(row[name]) for name in IMAGE_COLUMNS if row.get(name)]
+    column = [listed_images(row[name]) for name in IMAGE_COLUMNS if row.get(name)]
     has_images = bool(column)
     for turns in conversations:
         for message in turns:
@@ -70,8 +70,9 @@ def with_written_images(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _listed(images: Any) -> list[Any]:
-    return images if isinstance(images, list) else [images]
+def listed_images(images: Any) -> list[Any]:
+    """The images of a column: a list, one, or none."""
+    return images if isinstance(images, list) else [images] if images else []
 
 
 def _marked(message: Message, has_column: bool) -> list[Any]:

@@ -42,11 +42,11 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 """Rows by the `model_type` of the whole config."""
 
 _REFUSED = {
-    "cross attention": "idefics mllama",
-    "encoder-decoder": "florence2 kosmos_2 pix2struct t5gemma2",
+    "cross attention": "evolla idefics mllama",
+    "encoder-decoder": "florence2 pix2struct pp_formulanet t5gemma2 udop vision_encoder_decoder",
     "image vocabulary": "chameleon emu3 janus",
-    "per-layer inputs": "gemma3n gemma4 gemma4_unified",
-    "query tokens": "blip_2 instructblip",
+    "per-layer inputs": "gemma3n gemma4",
+    "query tokens": "blip_2 instructblip instructblipvideo kosmos_2 kosmos_2.5",
 }
 _REASONS = {kind: reason for reason, kinds in _REFUSED.items() for kind in kinds.split()}
 
@@ -56,10 +56,11 @@ def images_refused(config: PreTrainedConfig) -> str | None:
     kind = config.model_type
     if kind in VISION_FAMILIES:
         return None
-    if config.get_text_config() is config and kind not in _REASONS:
+    reason = _REASONS.get(kind.replace("-", "_"), "not tested")
+    is_text = config.get_text_config() is config and not hasattr(config, "vision_config")
+    if is_text and reason == "not tested":
         shown = next(iter(config.architectures or ()), kind)
         return f"images need a vision-language model, got {shown}: choose a type that docs/models.md lists"
-    reason = _REASONS.get(kind.replace("-", "_"), "not tested")
     return f"images of model type {kind} are not supported ({reason}): use one of {', '.join(VISION_FAMILIES)}"
 
 
