@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _KNOWN = 2**16
 """Number of references that are kept."""
-_BATCH = 10_000
 
 ImagesOf = Callable[[Rollout], list[list[ImageReference]] | None]
 """Returns the images of each row; None in a run without images."""
@@ -46,17 +45,19 @@ class ImageCatalogue:
 
     def __init__(self, *data: Dataset) -> None:
         """Take tokenised rows; those without the column have no images."""
-        self._data = [rows.select_columns(["images"]) for rows in data if "images" in rows.column_names]
+        # whole tables: they stay on the disk, where a selection of their rows would be read with all bytes
+        tables = [rows.select_columns(["images"]).data for rows in data if "images" in rows.column_names]
+        self._data = [Dataset(table) for table in tables]
         digests, places = [np.array([], "S32")], [np.zeros((0, 2), np.int64)]
-        for number, rows in enumerate(self._data):
-            for batch, images in enumerate(rows.with_format("arrow").iter(_BATCH)):
-                column = images["images"].combine_chunks()
-                if pyarrow.types.is_null(column.type):
-                    continue
-                found = compute.struct_field(compute.list_flatten(column), "digest").to_numpy(zero_copy_only=False)
-                parents = compute.list_parent_indices(column).to_numpy()
-                digests.append(found.astype("S32"))
-                places.append(np.stack([np.full_like(parents, number), parents + batch * _BATCH], axis=1))
+        for number, table in enumerate(tables):
+            first_row = 0
+            for column in table.column("images").chunks:
+                if not pyarrow.types.is_null(column.type):
+                    found = compute.struct_field(compute.list_flatten(column), "digest").to_numpy(zero_copy_only=False)
+                    rows = compute.list_parent_indices(column).to_numpy()
+                    digests.append(found.astype("S32"))
+                    places.append(np.stack([np.full_like(rows, number), rows + first_row], axis=1))
+                first_row += len(column)
         self._digests, first = np.unique(np.concatenate(digests), return_index=True)
         self._places = np.concatenate(places)[first]
         self.reference = functools.lru_cache(_KNOWN)(self._reference)
