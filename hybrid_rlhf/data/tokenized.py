@@ -37,7 +37,7 @@ from hybrid_rlhf.data.encoding import (
     require_rendered,
 )
 from hybrid_rlhf.data.images.expansion import NO_IMAGES, ImageRules
-from hybrid_rlhf.data.images.references import changed_files
+from hybrid_rlhf.data.images.references import ImageReference, changed_files, tokenised_images
 from hybrid_rlhf.data.row_views import column_array
 from hybrid_rlhf.data.rows.conditional import ScoreBuckets, find_score_buckets
 from hybrid_rlhf.data.rows.counts import RowCounts
@@ -377,6 +377,7 @@ def _report(
         drops_long=config.too_long == "drop",
         training=len(train),
         held_out=len(held_out),
+        image_tokens=[encoding.images.tokens(images) for part in parts for images in _images_of(part)],
     )
     too_long = counts.too_long_text(encoding.limit_key)
     if not len(train):
@@ -403,6 +404,14 @@ def _report(
         if too_long:
             logger.warning("%s data: %s", encoding.name, too_long)
     return TokenizedData(train, held_out, counts)
+
+
+def _images_of(part: datasets.Dataset) -> Iterator[list[ImageReference]]:
+    """The images of each row that has any."""
+    if "images" not in part.column_names:
+        return
+    for batch in part.select_columns(["images"]).with_format("arrow").iter(10_000):
+        yield from (tokenised_images({"images": row}) for row in batch["images"].drop_null().to_pylist())
 
 
 def _why_none(counts: RowCounts, config: DataConfig, too_long: str) -> str:

@@ -27,7 +27,7 @@ from hybrid_rlhf.models.families.vision import VISION_FAMILIES, VisionFamily, im
 from hybrid_rlhf.models.packing import take
 from hybrid_rlhf.models.structure import backbone_of, text_model_of
 
-FEATURE_BYTES = 2**31
+FEATURE_BYTES = 2**28
 """Maximum bytes of the states that a FeatureCache keeps."""
 
 

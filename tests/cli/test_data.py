@@ -79,6 +79,7 @@ def test_check_reads_images(
         shown = cli(f"{options} {tokenizer}").out
         assert ":2: an image must be a file in the folder of its rows" in shown and shown.endswith("1 problem\n")
     assert "<|vision_start|>[image 40x32: " in shown
+    assert "tokens of images in 1 row; tokens of images:\n        1 to" in shown
     assert "images need a vision-language model, got " in cli(f"{options} --tokenizer {model_folder}").out
     picture(1).save(tmp_path / "b.png")
     monkeypatch.setitem(sys.modules, "PIL", None)

@@ -178,6 +178,28 @@ def test_a_script_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert two["rollout.tensor_parallel"] == 2
 
 
+def test_images_of_other_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A frozen tower; that of verl, which trains it unless told otherwise, is named in each dump of its settings."""
+    verl = "python3 -m verl.trainer.main_ppo data.train_files=a.parquet data.image_key=pictures "
+    factory = "stage: sft\ndataset: a\nimage_max_pixels: 262144\nfreeze_vision_tower: false\n"
+    cases = {
+        "verl": ("a.sh", verl + "actor_rollout_ref.actor.freeze_vision_tower=True", "freeze"),
+        "openrlhf": ("b.sh", "python3 -m openrlhf.cli.train_sft --data.dataset a --data.image_key pictures", None),
+        "llamafactory": ("c.yaml", factory, "train"),
+    }
+    for system, (name, text, vision) in cases.items():
+        settings, said = ported(system, name, text, tmp_path, capsys, "--overwrite")
+        assert settings.get("model.vision") == vision and "not known" not in said
+        if system == "llamafactory":
+            assert settings["data.max_image_pixels"] == 262144
+        else:
+            assert settings["data.sources"][0]["columns"]["images"] == "pictures"
+    settings, _ = ported(
+        "verl", "a.sh", verl + "actor_rollout_ref.actor.freeze_vision_tower=False", tmp_path, capsys, "--overwrite"
+    )
+    assert "model.vision" not in settings
+
+
 def test_a_command_of_openrlhf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings, said = ported("openrlhf", "run.sh", OPENRLHF, tmp_path, capsys)
     columns = {"chosen": "better"}

@@ -365,6 +365,7 @@ def test_a_check_shows_sizes_and_names_bad_files(folder: Path, write_jsonl: Call
         f"<|vision_start|>[image 56x32: {counts[1]} tokens]<|vision_end|><|im_end|>"
     )
     assert preview.tokens > sum(counts)
+    assert report.image_tokens == [sum(counts)] * 3
     (problem,) = report.problems.texts
     assert (
         problem.startswith(f"{file}:2: an image must be a complete PNG") and "cut.png is damaged or cut off" in problem

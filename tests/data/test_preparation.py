@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.preparation.blending import blend_rows
-from hybrid_rlhf.data.preparation.checking import check_source, histogram
+from hybrid_rlhf.data.preparation.checking import check_source
 from hybrid_rlhf.data.preparation.splitting import prompt_key, split_rows
+from hybrid_rlhf.data.rows.counts import histogram
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.sources import open_source
 from tests.support.errors import user_error

@@ -105,6 +105,10 @@ def test_sft_learns_from_what_transformers_reads(
     for name in ("sft/loss", "eval/loss"):
         assert losses(whole, name) == pytest.approx(losses(single, name), rel=1e-4)
     assert losses(whole, "sft/loss")[-1] < losses(whole, "sft/loss")[0]
+    data = json.loads((whole / "report.json").read_text())["data"]
+    with_images = sum(bool(pictures(number)) for number in range(data["encoded"]))
+    assert data["with_images"] == sum(rows for *_, rows in data["image_tokens"]) == with_images
+    assert "<th>with images</th>" in (whole / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

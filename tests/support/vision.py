@@ -52,6 +52,7 @@ _TOKENS = {
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
     "glm46v": _GLM,
     "glm4v": _GLM,
+    "glm4v_moe": _GLM,
     "idefics3": _TILES,
     "internvl": ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"],
     "llava": ["<image>"],
@@ -70,7 +71,7 @@ _NAMED = {
 """Tokens that the tokenizers of two families have as attributes."""
 _WRITTEN = {
     "gemma3": "<start_of_image>",
-    **dict.fromkeys(("glm46v", "glm4v"), "<|begin_of_image|><|image|><|end_of_image|>"),
+    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe"), "<|begin_of_image|><|image|><|end_of_image|>"),
     "internvl": "<IMG_CONTEXT>",
     **dict.fromkeys(("idefics3", "llava", "smolvlm"), "<image>"),
     **dict.fromkeys(_QWEN_FAMILIES, "<|vision_start|><|image_pad|><|vision_end|>"),
@@ -85,6 +86,7 @@ _TEXT: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_GLM_ROPE = {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 _VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 _PATCHES = {
     "depth": 3,
@@ -103,6 +105,7 @@ _PATCH_IMAGES = {
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64},
 }
+_GLM_IMAGES = {**_PATCH_IMAGES, "size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64 * 2}}
 _TILED = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}, "do_image_splitting": True}
 _SIDE = {"size": {"height": 32, "width": 32}}
 _RECURRENT: dict[str, Any] = {
@@ -197,26 +200,27 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[
         {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     ),
     "glm4v": (
-        {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
+        {"rope_parameters": _GLM_ROPE},
         {**_PATCHES, "depth": 2, "image_size": 64},
-        {
-            **_PATCH_IMAGES,
-            "image_processor_type": "Glm4vImageProcessor",
-            "size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64 * 2},
-        },
+        {**_GLM_IMAGES, "image_processor_type": "Glm4vImageProcessor"},
         {},
     ),
     "glm46v": (
-        {
-            "model_type": "glm4v_text",
-            "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
-        },
+        {"model_type": "glm4v_text", "rope_parameters": _GLM_ROPE},
         {**_PATCHES, "model_type": "glm4v_vision", "depth": 2, "image_size": 64},
+        {**_GLM_IMAGES, "image_processor_type": "Glm46VImageProcessor"},
+        {},
+    ),
+    "glm4v_moe": (
         {
-            **_PATCH_IMAGES,
-            "image_processor_type": "Glm46VImageProcessor",
-            "size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64 * 2},
+            "head_dim": 16,
+            "rope_parameters": _GLM_ROPE,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
         },
+        {**_PATCHES, "depth": 2, "image_size": 64},
+        {**_GLM_IMAGES, "image_processor_type": "Glm4vImageProcessor"},
         {},
     ),
     "internvl": (

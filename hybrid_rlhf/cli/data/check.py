@@ -70,8 +70,6 @@ def _tokenizer(config: CheckConfig, model: str) -> tuple[PreTrainedTokenizerBase
 
 
 def _document(report: CheckReport) -> dict[str, Any]:
-    from hybrid_rlhf.data.preparation.checking import histogram
-
     tokens = None
     if report.lengths:
         tokens = {
@@ -80,9 +78,8 @@ def _document(report: CheckReport) -> dict[str, Any]:
             "unusable": report.unusable,
             "total": sum(report.lengths),
             "longest": max(report.lengths),
-            "histogram": [
-                dict(zip(("from", "to", "rows"), bin_entries, strict=True)) for bin_entries in histogram(report.lengths)
-            ],
+            "histogram": _bins(report.lengths),
+            "images": _bins(report.image_tokens),
             "unrendered": dict(report.unrendered),
         }
     return {
@@ -112,6 +109,12 @@ def _document(report: CheckReport) -> dict[str, Any]:
     }
 
 
+def _bins(tokens: list[int]) -> list[dict[str, int]]:
+    from hybrid_rlhf.data.rows.counts import histogram
+
+    return [{"from": first, "to": last, "rows": count} for first, last, count in histogram(tokens)]
+
+
 def _text(report: CheckReport, *, has_tokenizer: bool) -> str:
     """The report as text for the console, in colour on a terminal."""
     from rich.console import Console
@@ -139,8 +142,6 @@ def _text(report: CheckReport, *, has_tokenizer: bool) -> str:
 
 
 def _summary(report: CheckReport) -> list[str]:
-    from hybrid_rlhf.data.preparation.checking import histogram
-
     if not report.rows:
         return ["no row can be read"]
     columns = ", ".join(f"{name} ({count:,})" for name, count in report.columns.most_common())
@@ -153,10 +154,11 @@ def _summary(report: CheckReport) -> list[str]:
     if not report.lengths:
         return lines
     lines.append(f"{sum(report.lengths):,} tokens in {_counted(len(report.lengths), 'row')}; lengths in tokens:")
-    bins = histogram(report.lengths)
-    most = max(count for _, _, count in bins)
-    for first, last, count in bins:
-        lines.append(f"  {first:>7,} to {last:>7,} {count:>9,}  {'█' * round(_BAR * count / most)}".rstrip())
+    lines += _bars(report.lengths)
+    if report.image_tokens:
+        rows = _counted(len(report.image_tokens), "row")
+        lines.append(f"{sum(report.image_tokens):,} tokens of images in {rows}; tokens of images:")
+        lines += _bars(report.image_tokens)
     lines.append(
         f"longer than {report.limit:,} tokens, dropped or truncated by data.too_long: "
         f"{_counted(report.too_long, 'row')}; with nothing to learn within the limit, dropped: "
@@ -166,6 +168,16 @@ def _summary(report: CheckReport) -> list[str]:
         names = ", ".join(f"{name} ({count:,})" for name, count in report.unrendered.most_common())
         lines.append(f"does not reach the model as it is written: {names}")
     return lines
+
+
+def _bars(tokens: list[int]) -> list[str]:
+    bins = _bins(tokens)
+    most = max(each["rows"] for each in bins)
+    lines = [
+        f"  {each['from']:>7,} to {each['to']:>7,} {each['rows']:>9,}  {'█' * round(_BAR * each['rows'] / most)}"
+        for each in bins
+    ]
+    return [line.rstrip() for line in lines]
 
 
 def _counted(count: int, noun: str) -> str:

@@ -409,10 +409,11 @@ def _data_set(port: Port, entry: Mapping[str, Any]) -> Any:
 def _openrlhf_sources(port: Port, given: Given) -> None:
     names = _leaf(given, "prompt_dataset") or given.get("data.dataset")
     keys = {
-        name: given.get(f"data.{name}_key") for name in ("input", "output", "prompt", "chosen", "rejected", "label")
+        name: given.get(f"data.{name}_key")
+        for name in ("input", "output", "prompt", "chosen", "rejected", "label", "image")
     }
     columns = {"prompt": keys["prompt"] or keys["input"], "chosen": keys["chosen"], "rejected": keys["rejected"]}
-    columns |= {"completion": keys["output"]}
+    columns |= {"completion": keys["output"], "images": keys["image"]}
     if given.get("data.multiturn") or keys["input"] == "messages":
         columns["prompt"] = None
     if port.step == "rl" and keys["label"]:
@@ -428,6 +429,7 @@ def _openrlhf_sources(port: Port, given: Given) -> None:
 @_conversion
 def _verl_sources(port: Port, given: Given) -> None:
     columns = {"prompt": given.get("data.prompt_key"), "ground_truth": "reward_model.ground_truth"}
+    columns["images"] = given.get("data.image_key")
     for key, name in (("data.sources", "data.train_files"), ("data.eval_sources", "data.val_files")):
         if given.get(name):
             _sources(port, key, given[name], columns=columns)

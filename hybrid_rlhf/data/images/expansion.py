@@ -61,6 +61,10 @@ class ImageRules:
         """What tokens depend on."""
         return {} if self.layout is None else {"images": self.layout.key, "max_pixels": self.max_pixels}
 
+    def tokens(self, references: Sequence[ImageReference]) -> int:
+        """Number of tokens that the model reads for images."""
+        return sum(len(self.layout.expansion(each.width, each.height)) for each in references) if self.layout else 0
+
     def references(self, location: str, sources: Sequence[Any]) -> list[ImageReference]:
         """Read the images of a row, in the order of their marks.
 

@@ -106,6 +106,8 @@ class CheckReport:
     problems: RowProblems = field(default_factory=RowProblems)
     lengths: list[int] = field(default_factory=list)
     """Tokens of each encoded row, with the longest completion where it has several; empty without a tokenizer."""
+    image_tokens: list[int] = field(default_factory=list)
+    """Tokens of the images of each encoded row that has any."""
     ties: int = 0
     """Number of rows that say that their completions are equally good; they are left out."""
     too_long: int = 0
@@ -191,13 +193,6 @@ def check_source(
     return report
 
 
-def histogram(lengths: Sequence[int], *, bins: int = 10) -> list[tuple[int, int, int]]:
-    """(shortest, longest, rows) of equal ranges of lengths, from 1 token to the longest row."""
-    width = -(-max(lengths, default=0) // bins) or 1
-    counts = Counter(max(length - 1, 0) // width for length in lengths)
-    return [(number * width + 1, (number + 1) * width, counts[number]) for number in range(max(counts, default=-1) + 1)]
-
-
 def _guessed(location: str, row: Row) -> CheckedTask:
     if published_format(row) is not None:
         raise unreadable_row_error(location, row, [])
@@ -260,6 +255,7 @@ def _check_row(
         for encoded_row in encoded:
             require_rendered(location, row, encoded_row["ignored"])
         report.lengths += [encoded_row["full_length"] for encoded_row in encoded]
+        report.image_tokens += filter(None, (images.tokens(tokenised_images(encoded_row)) for encoded_row in encoded))
         report.too_long += sum(encoded_row["cut"] for encoded_row in encoded)
         report.unusable += sum(not encoded_row["usable"] for encoded_row in encoded)
         report.unrendered.update(key for encoded_row in encoded for key in json.loads(encoded_row["ignored"]))

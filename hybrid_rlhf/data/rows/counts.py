@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,13 @@ from hybrid_rlhf.data.row_views import column_array
 
 _TOLERATED = 10
 """One in this number of rows may be too long without a warning."""
+
+
+def histogram(lengths: Sequence[int], *, bins: int = 10) -> list[tuple[int, int, int]]:
+    """(shortest, longest, rows) of equal ranges of lengths, from 1 token to the longest row."""
+    width = -(-max(lengths, default=0) // bins) or 1
+    counts = Counter(max(length - 1, 0) // width for length in lengths)
+    return [(number * width + 1, (number + 1) * width, counts[number]) for number in range(max(counts, default=-1) + 1)]
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,10 @@ class RowCounts:
     training: int
     """Number of rows after weighting the sources."""
     held_out: int
+    with_images: int = 0
+    """Number of encoded rows that have images."""
+    image_tokens: tuple[tuple[int, int, int], ...] = ()
+    """The histogram of the number of tokens of their images."""
 
     @classmethod
     def of(
@@ -54,8 +66,10 @@ class RowCounts:
         drops_long: bool,
         training: int,
         held_out: int,
+        image_tokens: Sequence[int] = (),
     ) -> RowCounts:
-        """Count the encoded rows of sources, with their columns `cut`, `usable`, `full_length` and `source_row`."""
+        """Count the encoded rows of sources, with their columns `cut`, `usable`, `full_length` and `source_row`;
+        `image_tokens`: of the images of each row that has any."""
         cut, usable, lengths = (
             np.concatenate([column_array(part, name) for part in parts]) for name in ("cut", "usable", "full_length")
         )
@@ -75,6 +89,8 @@ class RowCounts:
             nine_tenths_tokens=int(np.quantile(lengths, 0.9, method="higher")),
             training=training,
             held_out=held_out,
+            with_images=len(image_tokens),
+            image_tokens=tuple(histogram(image_tokens)),
         )
 
     @property

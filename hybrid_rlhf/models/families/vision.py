@@ -28,6 +28,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "gemma3": VisionFamily(has_two_way_images=True),
     "glm46v": VisionFamily(),
     "glm4v": VisionFamily(),
+    "glm4v_moe": VisionFamily(),
     "idefics3": VisionFamily(joined_dim=1),
     "internvl": VisionFamily(),
     "llava": VisionFamily(),
