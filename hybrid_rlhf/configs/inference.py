@@ -35,6 +35,7 @@ _GENERATING_KEYS = (
     "reward_model",
     "max_batch_rows",
     "max_sequence_tokens",
+    "max_image_pixels",
     "kv_cache_gib",
     "sampling",
 )
@@ -73,6 +74,8 @@ class SavedModelConfig(Settings):
 class InferenceConfig(SavedModelConfig):
     """A saved model, and how it samples."""
 
+    max_image_pixels: Count = advanced(2**20)
+    """Width times height to which larger images are scaled down, before the model's processor scales them."""
     sampling: SamplingParams = setting(_CHAT_DEFAULTS)
 
     def _check(self) -> None:
@@ -90,6 +93,8 @@ class ChatConfig(InferenceConfig):
     """A second model that answers the same messages; also as the second positional argument."""
     system: str | None = None
     """System prompt; null: the chat template's own."""
+    image: list[str] = []
+    """Files of images that go with the first message."""
     sampling: SamplingParams = setting(_CHAT_DEFAULTS, keys=_CHAT_KEYS)
 
 
@@ -98,8 +103,11 @@ class GenerateConfig(InferenceConfig):
 
     prompt: str | None = None
     """Text of a single prompt, in place of input; its completions are printed unless there is an output."""
+    image: list[str] = []
+    """Files of images that go with the prompt."""
     input: str | None = None
-    """Source of prompts: a file, folder or hub name with a `prompt` or `messages` column."""
+    """Source of prompts: a file, folder or hub name with a `prompt` or `messages` column, and `images` if the model
+    reads them."""
     output: str | None = None
     """JSONL file to write: the input's columns, and `completions`."""
     overwrite: bool = False
@@ -113,6 +121,10 @@ class GenerateConfig(InferenceConfig):
         require(
             self.prompt is not None or (self.input is not None and self.output is not None),
             "generate needs --prompt TEXT, or --input and --output with names of files: give one of the two",
+        )
+        require(
+            self.prompt is not None or not self.image,
+            f"image goes with prompt, got {', '.join(self.image)} for input {self.input}: add column 'images' to it",
         )
 
 
@@ -161,6 +173,8 @@ class ServeConfig(ServerConfig):
     status 429."""
     max_sequence_tokens: RowTokens = 4096
     """Maximum number of tokens of a prompt and its completion together."""
+    max_image_pixels: Count = advanced(2**20)
+    """Width times height to which larger images are scaled down, before the model's processor scales them."""
     kv_cache_gib: Positive | None = advanced(None)
     """Memory for keys and values, in GiB; null: the size for all rows at maximum length, at most 0.9 of the free memory
     of a GPU or 0.125 of that of a host, unless one row needs more."""

@@ -209,7 +209,7 @@ def load_ptx_data(
     seed: int,
     world: World,
     images: ImageRules = NO_IMAGES,
-) -> datasets.Dataset:
+) -> TokenizedData:
     """The rows of ptx.sources with the columns of SFT; none are held out."""
 
     def encode(location: str, row: Row, *rest: Any, **named: Any) -> EncodedRows:
@@ -219,7 +219,7 @@ def load_ptx_data(
     encoding = RowEncoding("ptx", encode, "sft", ptx.max_length, "ptx.max_length", images=images)
     parts = [_tokenize(encoding, source, config, tokenizer, world) for source in ptx.sources]
     blend = _blend(parts, ptx.sources, seed)
-    return _report(encoding, blend, blend.select([]), parts, ptx.sources, config, world).train
+    return _report(encoding, blend, blend.select([]), parts, ptx.sources, config, world)
 
 
 def _load(

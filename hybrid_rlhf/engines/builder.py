@@ -41,6 +41,7 @@ from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.learning_rates import Learning, derived_rate, lr_factor
 from hybrid_rlhf.engines.partition import gathered, set_weights, share_weights
 from hybrid_rlhf.engines.residency.rules import RoleResidency
+from hybrid_rlhf.generation.image_loading import ModelImages
 from hybrid_rlhf.models.distillation import Student, Teacher
 from hybrid_rlhf.models.expert_parallel import (
     expert_layers,
@@ -118,6 +119,13 @@ class EngineSpec:
     """Key of the default learning rate; none: that of the role (LEARNING)."""
     base: PreTrainedModel | None = None
     """A model loaded from the same folder, whose frozen weights are shared; both models have adapters."""
+    images: ModelImages | None = None
+    """What engines of the same folder share to read images; none: nothing."""
+
+
+def model_images(path: str, model: ModelConfig) -> ModelImages:
+    """What engines of a resolved path share to read images."""
+    return ModelImages(path, trust_remote_code=model.trust_remote_code, is_frozen=model.vision == "freeze")
 
 
 def build_engine(spec: EngineSpec, world: World) -> ModelEngine:
@@ -163,7 +171,7 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
     tensor_ranks = SplitRanks.of(world, size) if size > 1 else None
     with engine_ranks(world, tensor_ranks):
         engine, options = _initialize(spec, world, tensor_ranks)
-        options = replace(options, path=spec.path, trust_remote_code=spec.model.trust_remote_code)
+        options = replace(options, images=spec.images or model_images(spec.path, spec.model))
         if tensor_ranks is not None:
             finish_tensor_parallelism(engine, tensor_ranks)
     return engine_type(spec.role, engine, world, options)

@@ -26,6 +26,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     free_weights,
     full_shape,
     has_whole_gradients,
+    is_partitioned,
     model_step,
     muon_on_cpu,
     release_gradients,
@@ -38,12 +39,12 @@ from hybrid_rlhf.engines.operations import Operations, training_operations
 from hybrid_rlhf.engines.partition import base_parameters
 from hybrid_rlhf.engines.residency.offload import OffloadedWeights
 from hybrid_rlhf.functional.losses import LossSum
-from hybrid_rlhf.generation.image_loading import ImageLoader
+from hybrid_rlhf.generation.image_loading import ModelImages
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import pads, saved_rows, shares_prefixes
 from hybrid_rlhf.models.structure import layer_list
-from hybrid_rlhf.models.vision import Images
+from hybrid_rlhf.models.vision import FeatureCache, Images
 from hybrid_rlhf.models.weight_split import SplitRanks, split_of
 from hybrid_rlhf.runtime.world import World
 
@@ -101,10 +102,8 @@ class EngineOptions:
     """Muon trains the model."""
     tensor_ranks: SplitRanks | None = None
     """Groups of the engine's ranks under tensor parallelism."""
-    path: str = ""
-    """Of the model, whose processor reads images."""
-    trust_remote_code: bool = False
-    """As in ModelConfig."""
+    images: ModelImages | None = None
+    """Reads the images of rows."""
 
 
 class ModelEngine:
@@ -137,7 +136,9 @@ class ModelEngine:
     ) -> Any:
         """Run the forward of the wrapped module, with rows on the host or the device and the images of each row."""
         if images is not None:
-            kwargs["images"] = images if isinstance(images, Images) else self._image_loader.images(images)
+            kwargs["images"] = (
+                images if isinstance(images, Images) else self.images.loader.images(images, self._feature_cache)
+            )
         offloads = self._options.offload_activations and torch.is_grad_enabled()
         with self._ranks(), ActivationOffload() if offloads else contextlib.nullcontext():
             return self._engine(*args, device=self.device, **kwargs)
@@ -171,9 +172,16 @@ class ModelEngine:
         with adapters_off(self.lm):
             yield self
 
+    @property
+    def images(self) -> ModelImages:
+        """Reads the images of rows."""
+        assert self._options.images is not None, "build_engine gives it"
+        return self._options.images
+
     @functools.cached_property
-    def _image_loader(self) -> ImageLoader:
-        return ImageLoader.of(self._options.path, trust_remote_code=self._options.trust_remote_code)
+    def _feature_cache(self) -> FeatureCache | None:
+        """The states of images that the tower has computed; None if it changes, or ranks must compute together."""
+        return None if any(map(is_partitioned, self.module.parameters())) else self.images.cache
 
     @property
     def module(self) -> nn.Module:

@@ -23,11 +23,13 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import EngineFacts, EngineOptions, ModelEngine, Role
-from hybrid_rlhf.engines.partition import base_weights, full_weights, gathered, has_partitions
+from hybrid_rlhf.engines.image_check import check_images
+from hybrid_rlhf.engines.partition import BaseWeight, base_weights, full_weights, gathered, has_partitions
 from hybrid_rlhf.engines.residency.offload import OffloadedStates
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.engines.role_model import AbsentEngine
 from hybrid_rlhf.engines.sampling_engine import backend_maker, groups_of, rounds_otherwise
+from hybrid_rlhf.engines.tower_copy import TowerCopy, TowerDescription
 from hybrid_rlhf.engines.weight_check import ElementCheck, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
@@ -35,12 +37,15 @@ from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
+from hybrid_rlhf.generation.image_loading import ImageReader
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights, architecture_of, plan_inference_weights
 from hybrid_rlhf.models.expert_parallel import whole_experts
+from hybrid_rlhf.models.families.vision import images_refused
 from hybrid_rlhf.models.lora import has_lora, lora_merged
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.models.routers.replay import RouterReplay
+from hybrid_rlhf.models.vision import ImageEncoder
 from hybrid_rlhf.runtime.world import World
 
 BUCKET_ELEMENTS = 2**26
@@ -124,6 +129,10 @@ class HybridEngine(ModelEngine):
         self._inference_weights: InferenceWeights | None = None
         architecture = self._plan_inference_weights(inference_dtype) if samples else architecture_of(self.lm)
         self._samples = samples
+        self._tower: TowerCopy | None = None
+        """The tower that reads the images of prompts, where training has a part of its weights on this rank."""
+        if samples and has_partitions(self.lm) and (tower := TowerDescription.of(self.lm)) is not None:
+            self._tower = TowerCopy(tower, self.device)
         self._follow_routes(architecture)
 
     def _plan_inference_weights(self, dtype: torch.dtype) -> ModelDescription | None:
@@ -214,6 +223,7 @@ class HybridEngine(ModelEngine):
                 tokenizer=tokenizer,
                 weight_version=self.weight_version,
                 keeps_backend=self._kept is not None,
+                image_reader=lambda: ImageReader(self.images.loader, self._image_encoder()),
             )
             self.weight_sync_seconds += time.perf_counter() - start
             del backend
@@ -225,6 +235,24 @@ class HybridEngine(ModelEngine):
                 generation.close()
                 self.module.train(was_training)
         self.weight_sync_seconds += time.perf_counter() - left
+
+    def _with_tower(self, weights: Iterator[BaseWeight]) -> Iterator[BaseWeight]:
+        """Yield gathered weights, and copy those of the tower where there is a copy."""
+        for weight in weights:
+            if self._tower is not None and weight.name in self._tower.changes:
+                self._tower.take(weight.name, weight.merged())
+            yield weight
+
+    def _image_encoder(self) -> ImageEncoder:
+        """The tower of the training weights, or its copy."""
+        lm = self.lm if self._tower is None else self._tower.lm
+        return ImageEncoder(lm, device=self.device, cache=self.images.cache)
+
+    def _has_read_images(self) -> bool:
+        """True if a rank has read an image. Every rank calls."""
+        if images_refused(self.lm.config) is not None:
+            return False
+        return any(self.world.all_gather_objects("loader" in vars(self.images)))
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
@@ -260,7 +288,7 @@ class HybridEngine(ModelEngine):
         weights."""
         assert self._inference_weights is not None, "called for models with inference weights only"
         checked = self._check.is_due()
-        weights = full_weights(self._weights, bucket_elements=BUCKET_ELEMENTS)
+        weights = self._with_tower(full_weights(self._weights, bucket_elements=BUCKET_ELEMENTS))
         unchecked = ((weight, weight.sampled()) for weight in weights)
         values = self._elements(weights, seed=self.weight_version) if checked else unchecked
         decoder = self._inference_weights.build((weight.name, value, weight.is_persistent) for weight, value in values)
@@ -273,6 +301,9 @@ class HybridEngine(ModelEngine):
             updates=self.weight_version,
             elements=self._elements.worst,
         )
+        if self._has_read_images():
+            limit, updates = self._check.limit, self.weight_version
+            check_images(decoder, self, self._image_encoder(), limit=limit, updates=updates)
         seconds = time.perf_counter() - start
         self.weight_check_seconds += seconds
         self.weight_sync_seconds -= seconds  # the caller measures both

@@ -11,6 +11,7 @@ from hybrid_rlhf.engines.role_model import Actor, Reader, RoleModel
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
+from hybrid_rlhf.generation.image_loading import ModelImages
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement
 from hybrid_rlhf.runtime.world import World
 
@@ -25,6 +26,7 @@ def build_separate_sampler(
     max_logprob_diff: float | None,
     weight_check_every: int,
     check_weights: bool,
+    images: ModelImages | None = None,
 ) -> SamplingEngine:
     """The sampler of a placement; `world` has all ranks, each of which calls. Arguments and errors as of
     SeparateSampler."""
@@ -36,6 +38,7 @@ def build_separate_sampler(
         weight_check_every=weight_check_every,
         check_weights=check_weights,
         residency=residency,
+        images=images,
     )
 
 

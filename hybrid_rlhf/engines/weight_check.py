@@ -219,7 +219,8 @@ class WeightCheck:
             remedy: the fix in the error message.
         """
         self._world = world
-        self._limit = limit
+        self.limit = limit
+        """Largest mean difference of log-probs in nats; none: by dtype."""
         self._quantised = quantised
         self._every = every
         self._syncs = 0
@@ -272,7 +273,7 @@ class WeightCheck:
         if decoder is None:
             return -math.inf, 0.0
         result = agreement_with(decoder, expected)
-        limit = result.tolerance if self._limit is None else self._limit
+        limit = result.tolerance if self.limit is None else self.limit
         return (math.inf if math.isnan(result.measured) else result.measured - limit), limit
 
     def _agrees_with_its_experts(self, decoder: Decoder | None, probe: TrainingProbe) -> bool:

@@ -28,6 +28,7 @@ from hybrid_rlhf.generation.batching.requests import (
     RequestMaker,
     continue_requests,
 )
+from hybrid_rlhf.generation.image_loading import ImageReader, SavedImageReader
 from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.generation.ops.quantisation import Quantization
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams
@@ -54,6 +55,7 @@ class GenerationEngine:
         weight_version: int = 0,
         shared: SharedWeights | None = None,
         keeps_backend: bool = False,
+        image_reader: Callable[[], ImageReader] | None = None,
     ) -> None:
         """Wrap a backend; `from_pretrained` and `from_model` build one.
 
@@ -65,7 +67,10 @@ class GenerationEngine:
             shared: inference weights that follow the trained model, with its adapters; none: the caller updates the
                 backend.
             keeps_backend: do not close the backend with the engine, so that a later engine can use it.
+            image_reader: see `image_reader`.
         """
+        self.image_reader = image_reader
+        """Returns what reads the images of prompts; None: the model reads none, or its folder is unknown."""
         self._backend: GenerationBackend | None = backend
         self.weight_version = weight_version
         self._shared = shared
@@ -135,6 +140,7 @@ class GenerationEngine:
             stop_token_ids=default_stop_token_ids(lm) if stop_token_ids is None else stop_token_ids,
             tokenizer=tokenizer,
             shared=shared,
+            image_reader=SavedImageReader.find(lm, lm.name_or_path, lm.device),
         )
 
     @classmethod
@@ -185,6 +191,7 @@ class GenerationEngine:
             stop_token_ids=default_stop_token_ids(lm),
             tokenizer=load_tokenizer(resolved, trust_remote_code=trust_remote_code),
             shared=shared,
+            image_reader=SavedImageReader.find(lm, resolved, device, trust_remote_code=trust_remote_code),
         )
 
     @property
@@ -393,6 +400,8 @@ class GenerationEngine:
             raise UserError("weights are replaced where there are inference weights, this model has none: restart")
         changes = shared.replace_adapters(self._adapters, lm)
         with batch.paused():
+            if isinstance(self.image_reader, SavedImageReader):
+                self.image_reader.replace_weights(lm)
             decoder = shared.replaced(lm)
             if changes:
                 decoder.set_adapters(changes)

@@ -23,11 +23,12 @@ from hybrid_rlhf.data.rows.counts import RowCounts
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.generation.image_loading import image_rules as rules_of_model
 from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.loop.report.writing import write_report
-from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
+from hybrid_rlhf.models.families.vision import images_refused
+from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
 from hybrid_rlhf.models.pretrained.loading import position_limit
-from hybrid_rlhf.models.pretrained.processors import ImageProcessor
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
@@ -86,11 +87,8 @@ def start_step(config: StepConfig, run: Run, path: str | None) -> tuple[str, Pre
 
 def image_rules(config: StepConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> ImageRules:
     """How the images of rows are encoded for the model at a path; rows without images need no processor."""
-    try:
-        processor = ImageProcessor.load(path, tokenizer, trust_remote_code=config.model.trust_remote_code)
-    except UserError as error:
-        return ImageRules(refusal=str(error))
-    return ImageRules(processor, max_pixels=config.data.max_image_pixels)
+    trusted = config.model.trust_remote_code
+    return rules_of_model(path, tokenizer, max_pixels=config.data.max_image_pixels, trust_remote_code=trusted)
 
 
 def warm_start_folder(run: Run, role: str) -> str | None:
@@ -162,6 +160,13 @@ def require_same_tokens(
             f"the {role} must share the {learner}'s tokens, {path} has a different vocabulary "
             f"({len(their_tokenizer)} against {len(tokenizer)} tokens): use a model of the {learner}'s family"
         )
+
+
+def require_vision(name: str, path: str, model: ModelConfig) -> None:
+    """Raise UserError unless the model at a path, which errors call `name`, reads the images of the actor's rows."""
+    refusal = images_refused(load_config(path, trust_remote_code=model.trust_remote_code))
+    if refusal is not None:
+        raise UserError(f"{name} must read the images of the rows, {path} does not: {refusal}")
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:

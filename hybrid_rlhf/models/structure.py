@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -44,6 +46,15 @@ def text_model_of(lm: PreTrainedModel) -> PreTrainedModel:
     """The model below the head, without towers for images and sound."""
     language = language_model_of(lm)
     return backbone_of(lm) if language is None else language[1]
+
+
+def towers_of(lm: PreTrainedModel) -> PreTrainedModel:
+    """A model that shares the modules of a vision-language model beside its head and language model, which it does not
+    keep in memory."""
+    whole, backbone, text = copy.copy(lm), copy.copy(backbone_of(lm)), text_model_of(lm)
+    backbone._modules = {name: part for name, part in backbone._modules.items() if part is not text}
+    whole._modules = {name: backbone for name, part in lm._modules.items() if part is backbone_of(lm)}
+    return whole
 
 
 def layer_list(lm: PreTrainedModel) -> nn.ModuleList | None:

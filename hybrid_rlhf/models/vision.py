@@ -13,6 +13,7 @@ Shapes: B rows, T time, N real tokens of all rows, M tokens that the model compu
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES, VisionFamily, image_token_id, images_refused
 from hybrid_rlhf.models.packing import take
 from hybrid_rlhf.models.structure import backbone_of, text_model_of
+
+FEATURE_BYTES = 2**31
+"""Maximum bytes of the states that a FeatureCache keeps."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Images:
 
     Under ZeRO-3 all ranks give one, as they wait for each other in every module.
     """
+    cache: FeatureCache | None = None
+    """States that the tower has computed before, if its weights never change and are whole on this rank."""
 
     def __bool__(self) -> bool:
         """True if a row has an image."""
@@ -66,6 +72,8 @@ class PlacedImages:
     """[n] index of the state that each image token takes, among those of the distinct images."""
     places: Tensor
     """[n] index of each image token among the M, ascending; empty for a blank image."""
+    features: tuple[Tensor, ...] = ()
+    """What `ImageEncoder.features` returns for the distinct images; empty: the tower computes it."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +95,15 @@ class EncodedImages:
 class ImageEncoder:
     """The tower of a model, and where its states go."""
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, *, device: torch.device | None = None, cache: FeatureCache | None = None
+    ) -> None:
         """Take a causal LM or classifier.
+
+        Args:
+            lm: the model.
+            device: of its tower; None: that of its first weight.
+            cache: as of `Images`, for `encode`.
 
         Raises:
             UserError: for a model that reads no images.
@@ -96,17 +111,19 @@ class ImageEncoder:
         if (refusal := images_refused(lm.config)) is not None:
             raise UserError(refusal)
         self._lm = lm
+        self.device = device or lm.device
+        self._cache = cache
         self.family: VisionFamily = VISION_FAMILIES[lm.config.model_type]
         self.token_id = image_token_id(lm.config)
 
     def encode(self, images: Sequence[RowImage], input_ids: Sequence[int]) -> EncodedImages:
         """The images of one row of tokens, of which there is at least one; the tower computes equal images once."""
         ids = torch.tensor([input_ids])
-        rows = ImageRows.of(self, ids, torch.ones_like(ids, dtype=torch.bool), Images([images]))
+        rows = ImageRows.of(self, ids, torch.ones_like(ids, dtype=torch.bool), Images([images], cache=self._cache))
         placed = rows.placed(None, len(input_ids), self.dtype)
         assert placed is not None, "a row without an image"
-        device = self._lm.device
-        states, *deep = self.features({name: value.to(device) for name, value in placed.arguments.items()})
+        device = self.device
+        states, *deep = (part.to(device) for part in placed.features or self.computed(placed.arguments))
         places: list[int] = placed.places.tolist()
         inside = set(places if self.family.has_two_way_images else ())
         starts = [place for place in sorted(inside) if place - 1 not in inside]
@@ -125,20 +142,28 @@ class ImageEncoder:
         """The dtype of pixels."""
         return self._lm.dtype
 
+    def computed(self, arguments: dict[str, Tensor]) -> list[Tensor]:
+        """`features` of arguments on the host."""
+        return self.features({name: value.to(self.device) for name, value in arguments.items()})
+
     def features(self, arguments: dict[str, Tensor]) -> list[Tensor]:
         """States [n, H] of the tokens of images, then those that are added after each of the first layers."""
         output: Any = backbone_of(self._lm).get_image_features(**arguments, return_dict=True)
         deep = getattr(output, "deepstack_features", None) or ()
         return [_joined(part) for part in (output.pooler_output, *deep)]
 
-    def positions(self, input_ids: Tensor, images: Sequence[RowImage]) -> Tensor | None:
+    def positions(
+        self, input_ids: Tensor, images: Sequence[RowImage], cache: FeatureCache | None = None
+    ) -> Tensor | None:
         """Rotary positions [T, 3] of a row of tokens [T]; None for models whose positions have one axis."""
         backbone: Any = backbone_of(self._lm)
         if not hasattr(backbone, "get_rope_index"):
             return None
         if not images:
             return torch.arange(len(input_ids))[:, None].expand(-1, 3)
-        grid = torch.cat([image.load()["image_grid_thw"] for image in images])
+        grid = torch.cat(
+            [image.load()["image_grid_thw"] if cache is None else cache.grid(self, image) for image in images]
+        )
         marks = (input_ids == self.token_id).int()
         found: Tensor = backbone.get_rope_index(input_ids[None], mm_token_type_ids=marks[None], image_grid_thw=grid)[0]
         return found[:, 0].t()
@@ -153,6 +178,43 @@ class ImageEncoder:
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in joined.items()}
 
 
+class FeatureCache:
+    """States of images after a tower that does not change, on the host: it computes each image once while there is
+    room. Images are computed one by one, so that their states do not depend on the batch that is first to read them.
+    """
+
+    def __init__(self, most_bytes: int = FEATURE_BYTES) -> None:
+        """Begin empty; `most_bytes`: maximum bytes of the states that are kept."""
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[int, tuple[list[Tensor], dict[str, Tensor]]] = OrderedDict()
+        """By the key of the image; least recently used first."""
+        self._bytes = 0
+
+    def of(self, encoder: ImageEncoder, images: Sequence[RowImage]) -> tuple[Tensor, ...]:
+        """What `ImageEncoder.features` returns for images, on the host."""
+        return tuple(torch.cat(parts) for parts in zip(*(self._of(encoder, image)[0] for image in images), strict=True))
+
+    def grid(self, encoder: ImageEncoder, image: RowImage) -> Tensor:
+        """The argument of the model that positions depend on, without a load of the pixels."""
+        return self._of(encoder, image)[1]["image_grid_thw"]
+
+    def _of(self, encoder: ImageEncoder, image: RowImage) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """What the tower computes, and the arguments that are no pixels."""
+        if image.key in self._kept:
+            self._kept.move_to_end(image.key)
+            return self._kept[image.key]
+        arguments = encoder.joined([image], encoder.dtype)
+        # a training forward reads them too, which it cannot if they are inference tensors
+        with torch.inference_mode(mode=False), torch.no_grad():
+            features = [part.cpu() for part in encoder.computed(arguments)]
+        found = features, {name: value for name, value in arguments.items() if not value.is_floating_point()}
+        self._kept[image.key] = found
+        self._bytes += _bytes_of(features)
+        while self._bytes > self._most_bytes:
+            self._bytes -= _bytes_of(self._kept.popitem(last=False)[1][0])
+        return found
+
+
 @dataclass(frozen=True)
 class ImageRows:
     """Which state each token of rows takes, before the rows are packed."""
@@ -164,6 +226,8 @@ class ImageRows:
     """[N] index of the state of each real token, -1 for a token of text."""
     positions: Tensor | None
     """[N, 3] rotary positions; None: the index."""
+    cache: FeatureCache | None
+    """That of `Images`."""
 
     @staticmethod
     def of(encoder: ImageEncoder, input_ids: Tensor, real: Tensor, images: Images) -> ImageRows:
@@ -191,11 +255,13 @@ class ImageRows:
             if states:
                 source[marks] = torch.cat(states)
             sources.append(source)
-            positions.append(encoder.positions(row, of_row))
+            positions.append(encoder.positions(row, of_row, images.cache))
         axes = [position for position in positions if position is not None]
         if not distinct and images.blank is not None:
             distinct[images.blank.key] = images.blank
-        return ImageRows(encoder, [*distinct.values()], torch.cat(sources), torch.cat(axes) if axes else None)
+        return ImageRows(
+            encoder, [*distinct.values()], torch.cat(sources), torch.cat(axes) if axes else None, images.cache
+        )
 
     @property
     def are_causal(self) -> bool:
@@ -220,6 +286,8 @@ class ImageRows:
             return None
         states = self._in_order(self.sources, order, tokens, -1)
         places = (states >= 0).nonzero().squeeze(1)
+        if self.cache is not None:
+            return PlacedImages({}, states[places], places, self.cache.of(self.encoder, self.distinct))
         return PlacedImages(self.encoder.joined(self.distinct, dtype), states[places], places)
 
     def position_ids(self, index: Tensor, order: Tensor | None) -> Tensor:
@@ -254,7 +322,7 @@ def hidden_with_images(lm: PreTrainedModel, arguments: dict[str, Any], images: P
     encoder = ImageEncoder(lm)
     arguments = dict(arguments)
     ids: Tensor = arguments.pop("input_ids")
-    states, *deep = encoder.features(images.arguments)
+    states, *deep = images.features or encoder.features(images.arguments)
     # some models have no embedding of image tokens
     embeds: Tensor = lm.get_input_embeddings()(ids.flatten().index_fill(0, images.places, 0))  # type: ignore[misc]
     if len(images.places):
@@ -279,3 +347,7 @@ def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:
     """States [n, H] of images that a model returns as a tensor, or for each image."""
     whole = parts if isinstance(parts, Tensor) else torch.cat(list(parts))
     return whole.flatten(0, -2)
+
+
+def _bytes_of(parts: Sequence[Tensor]) -> int:
+    return sum(part.nbytes for part in parts)

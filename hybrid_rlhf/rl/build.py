@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
@@ -25,6 +24,7 @@ from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.role_model import Actor
 from hybrid_rlhf.loop.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.loop.setup import (
+    image_rules,
     log_plan,
     open_step,
     pad_token,
@@ -35,6 +35,7 @@ from hybrid_rlhf.planning.micro_batches import resolve_micro_batches
 from hybrid_rlhf.planning.room import require_room, resolve_keep_weights, resolve_kv_cache
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import build_runner
+from hybrid_rlhf.rl.images import ImageCatalogue, require_images_read, without_contents
 from hybrid_rlhf.rl.parts import RLParts, RLSession
 from hybrid_rlhf.rl.rewards.functions import load_function
 from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
@@ -87,7 +88,12 @@ def rl_session(
         log_placement(config, placement, run.world)
         require_room(config, placement, run.world)
         run.placed = config, placement
-        prompts, ptx = _read_data(config, run, tokenizer)
+        prompts, ptx = _read_data(config, run, actor_path, tokenizer)
+        images = ImageCatalogue.of(prompts)
+        if images is not None:
+            require_images_read(config, placement)
+            train, held_out = map(without_contents, (prompts.train, prompts.held_out))
+            prompts = replace(prompts, train=train, held_out=held_out)
         stream = _stream(config, len(prompts.train))
         steps = total_steps(config, len(prompts.train))
         length = config.train.length_text(_steps_of_epochs(config, len(prompts.train)))
@@ -107,9 +113,9 @@ def rl_session(
         algorithm = (algorithm_class or ALGORITHMS[config.algorithm.name])(config.algorithm, value_lam=value_lam)
         algorithm.component_weights = {part.label: part.weight for part in config.reward.named}
         updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
-        roles = build_roles(config, run, placement, actor_path, tokenizer, updates=updates)
+        roles = build_roles(config, run, placement, actor_path, tokenizer, updates=updates, images=images)
         stack.callback(roles.close)
-        roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]))
+        roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]), has_images=images is not None)
         actor = roles.actor
         require(
             not (config.algorithm.reads_sampler and actor.rounds_otherwise),
@@ -126,6 +132,7 @@ def rl_session(
             timers=run.timers,
             tokenizer=tokenizer,
             environments=environments,
+            images=images,
         )
         parts = RLParts.of(
             roles,
@@ -156,7 +163,7 @@ def rl_session(
 def _beside_training(
     config: RLConfig,
     actor: Actor,
-    ptx: Dataset | None,
+    ptx: TokenizedData | None,
     plan: BatchPlan,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[WeightAverage | None, PtxBatches | None]:
@@ -164,30 +171,40 @@ def _beside_training(
     if not actor.world.is_member:
         return None, None
     average = WeightAverage(actor.module, decay=config.actor.ema_decay) if config.actor.ema_decay else None
-    ptx_batches = ptx and PtxBatches(
-        ptx,
-        global_batch_size=plan.global_batch_size,
-        micro_batches=replace(plan.micro_batches, padded=not actor.packs),
-        seed=config.seed,
-        pad_token_id=pad_token(tokenizer),
-        world=actor.world,
+    ptx_batches = (
+        None
+        if ptx is None
+        else PtxBatches(
+            ptx.train,
+            has_images=ptx.has_images,
+            global_batch_size=plan.global_batch_size,
+            micro_batches=replace(plan.micro_batches, padded=not actor.packs),
+            seed=config.seed,
+            pad_token_id=pad_token(tokenizer),
+            world=actor.world,
+        )
     )
     return average, ptx_batches
 
 
-def _read_data(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenizedData, Dataset | None]:
-    """Tokenized prompts, and the texts of PTX if configured."""
+def _read_data(
+    config: RLConfig, run: Run, path: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[TokenizedData, TokenizedData | None]:
+    """Tokenized prompts, and the texts of PTX if configured, for the model at a path."""
+    images = image_rules(config, path, tokenizer)
     prompts = load_prompt_data(
         config.data,
         tokenizer=tokenizer,
         seed=config.seed,
         world=run.world,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
+        images=images,
     )
     record_data(prompts.counts, run)
     if config.ptx is None:
         return prompts, None
-    return prompts, load_ptx_data(config.ptx, config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
+    settings = {"tokenizer": tokenizer, "seed": config.seed, "world": run.world, "images": images}
+    return prompts, load_ptx_data(config.ptx, config.data, **settings)
 
 
 def _stream(config: RLConfig, prompts: int) -> RowStream:

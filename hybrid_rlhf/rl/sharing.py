@@ -25,10 +25,10 @@ from torch.nn.functional import pad
 from hybrid_rlhf.functional.transfers import moved
 from hybrid_rlhf.runtime.world import World
 
-RAGGED = "routes.experts"
-"""End of the name of a tensor that has any number of entries for each row,"""
-RAGGED_LENGTHS = "routes.lengths"
-"""and of the one that has these numbers."""
+RAGGED = "routes.experts", "images.digests"
+"""Ends of the names of tensors that have any number of entries for each row."""
+RAGGED_LENGTHS = "routes.lengths", "images.lengths"
+"""Ends of the names of those that have these numbers."""
 _NUMBERS = "numbers"
 _LENGTHS = "lengths"
 _TOKENS = "tokens."
@@ -81,7 +81,7 @@ class Rows(ABC):
         picked = {}
         for name, tensor in tensors.items():
             if name.endswith(RAGGED):
-                parts = tensor.split(tensors[name.removesuffix(RAGGED) + RAGGED_LENGTHS].tolist())
+                parts = tensor.split(tensors[f"{name.rpartition('.')[0]}.lengths"].tolist())
                 picked[name] = torch.cat([tensor[:0], *(parts[i] for i in indices if i is not None)])
                 continue
             of_rows = tensor[index]
@@ -313,7 +313,8 @@ def _packed(rows: Rows, numbers: Tensor) -> dict[str, Tensor]:
     is_token = _is_token(rows.lengths)
     packed = {_NUMBERS: numbers, _LENGTHS: rows.lengths}
     for name, tensor in rows.tensors().items():
-        packed |= {_TOKENS + name: tensor[is_token]} if tensor.dim() == 2 else {name: tensor}
+        has_tokens = tensor.dim() == 2 and not name.endswith(RAGGED)
+        packed |= {_TOKENS + name: tensor[is_token]} if has_tokens else {name: tensor}
     return packed
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -53,8 +54,32 @@ class RolloutRoutes:
         return padded
 
 
+@dataclass(frozen=True)
+class RolloutImages:
+    """The images of each completion's prompt, by their digests (ImageReference)."""
+
+    digests: Tensor
+    """[sum of lengths, 16] uint8, those of one completion after the other."""
+    lengths: Tensor
+    """[N] int64, number of images."""
+
+    @classmethod
+    def of(cls, digests: Sequence[Sequence[str]]) -> Self | None:
+        """The digests of N completions, in hexadecimal; None if there is no image."""
+        lengths = torch.tensor([len(of_row) for of_row in digests])
+        content = bytes.fromhex("".join(chain.from_iterable(digests)))
+        return cls(torch.tensor([*content], dtype=torch.uint8).view(-1, 16), lengths) if content else None
+
+    @property
+    def of_rows(self) -> list[list[str]]:
+        """The digests of each completion, in hexadecimal."""
+        digests = iter([digest.tobytes().hex() for digest in self.digests.numpy()])
+        return [list(islice(digests, length)) for length in self.lengths.tolist()]
+
+
 # Prefixes of the names of their tensors.
 _ROUTES = "routes."
+_IMAGES = "images."
 _COMPONENTS = "components."
 
 
@@ -101,11 +126,13 @@ class Episode:
     """Why the environment failed; None without a failure."""
     sample: int | None = None
     """Index among the samples of its prompt, where an episode may have several sequences; otherwise None."""
+    images: Sequence[str] = ()
+    """Digests of the prompt's images."""
 
     @classmethod
-    def of(cls, prompt: list[int], completion: Completion) -> Self:
-        """A completion of one turn."""
-        episode = cls(prompt)
+    def of(cls, prompt: list[int], completion: Completion, images: Sequence[str] = ()) -> Self:
+        """A completion of one turn; `images` as above."""
+        episode = cls(prompt, images=images)
         episode.add_turn(completion)
         episode.stopped = completion.finish_reason == "stop"
         return episode
@@ -193,6 +220,8 @@ class Rollout(Rows):
     """[N, T] float32, values of the critic before the updates; None without a critic."""
     routes: RolloutRoutes | None = None
     """The experts that computed the tokens while sampling; None if not recorded, or no longer needed."""
+    images: RolloutImages | None = None
+    """The images of the prompts; None if there are none."""
     learned: Tensor | None = None
     """[N] bool, true for completions that updates learn from; None: all."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
@@ -238,12 +267,17 @@ class Rollout(Rows):
             tensor("turn_rewards", torch.float32) if has_rewards else None,
             samples=None if None in samples or not samples else torch.tensor(samples),
             routes=RolloutRoutes.of([episode.routes for episode in episodes]),
+            images=RolloutImages.of([episode.images for episode in episodes]),
         )
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are present, by name."""
-        routes = {} if self.routes is None else vars(self.routes)
-        return _tensors_of(self) | with_prefix(_ROUTES, routes) | with_prefix(_COMPONENTS, self.components)
+        ragged = {
+            f"{prefix}{name}": tensor
+            for prefix, part in ((_ROUTES, self.routes), (_IMAGES, self.images))
+            for name, tensor in ({} if part is None else vars(part)).items()
+        }
+        return _tensors_of(self) | ragged | with_prefix(_COMPONENTS, self.components)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -336,12 +370,17 @@ class Rollout(Rows):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metrics: Mapping[str, float] | None = None) -> Self:
         """The rollout that `tensors()` of another one describes."""
-        separate = (_COMPONENTS, _ROUTES)
+        separate = (_COMPONENTS, _ROUTES, _IMAGES)
         tensor_fields: dict[str, Any] = {name: t for name, t in tensors.items() if not name.startswith(separate)}
         routes = without_prefix(_ROUTES, tensors)
-        known = RolloutRoutes(**routes) if routes else None
-        components = without_prefix(_COMPONENTS, tensors)
-        return cls(**tensor_fields, routes=known, components=components, metrics=metrics or {})
+        digests = without_prefix(_IMAGES, tensors)
+        return cls(
+            **tensor_fields,
+            routes=RolloutRoutes(**routes) if routes else None,
+            images=RolloutImages(**digests) if digests else None,
+            components=without_prefix(_COMPONENTS, tensors),
+            metrics=metrics or {},
+        )
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,11 @@ async def _generate(
         echoes = body.echoes and body.alternatives is not None
         if echoes or body.prompt_logprobs is not None:
             top = max(job.top_logprobs * echoes, body.prompt_logprobs or 0)
-            prompts = [await service.prompt_tokens(prompt, top=top) for prompt in job.prompts]
+            images = job.images or [None] * len(job.prompts)
+            prompts = [
+                await service.prompt_tokens(prompt, shown, top=top)
+                for prompt, shown in zip(job.prompts, images, strict=True)
+            ]
             answer.echoed = prompts if echoes else []
         whole = await answer.whole(stream)
         if body.prompt_logprobs is not None:

@@ -9,7 +9,12 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message, read_message, with_ordered_results
+from hybrid_rlhf.data.rows.placing import place_images
 from hybrid_rlhf.serving.bodies import KeyRejected
+
+_IMAGE_PARTS = ("image", "image_url", "input_image")
+_MOST_IMAGE_BYTES = 16 * 2**20
+"""Longest file of an image."""
 
 
 @contextmanager
@@ -33,12 +38,58 @@ def read_conversation(name: str, conversation: Sequence[dict[str, Any]]) -> list
         conversation: messages of a request.
 
     Raises:
-        UserError: for an invalid message.
+        UserError: for an invalid message, or an image.
     """
+    return read_messages(name, take_images(name, conversation, are_read=False)[0])[0]
+
+
+def take_images(
+    name: str, conversation: Sequence[dict[str, Any]], *, are_read: bool = True
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Messages with the key of each image in its place, and the data URIs by the keys, for `read_messages`.
+
+    Raises:
+        KeyRejected: for an image that is sent in another way than a data URI, or is too long; for any if none are read.
+    """
+    images: dict[str, str] = {}
+
+    def taken(place: int, number: int, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        key = f"{name}.{place}.content.{number}"
+        if kind not in _IMAGE_PARTS:
+            return part
+        if not are_read:
+            raise KeyRejected(key, f"must be text, as no images are read here, got {kind}: remove it")
+        if kind != "image_url":
+            raise KeyRejected(key, f"must have type text or image_url, got {kind}: send image_url with a data URI")
+        key += ".image_url.url"
+        linked = part.get("image_url")
+        url = linked.get("url") if isinstance(linked, dict) else linked
+        if not isinstance(url, str) or not url.startswith("data:"):
+            raise KeyRejected(key, f"must be a data URI, got {str(url)[:80]!r}: send the image itself")
+        if len(url) * 3 // 4 > _MOST_IMAGE_BYTES:
+            raise KeyRejected(key, f"must have at most {_MOST_IMAGE_BYTES} bytes, got {len(url) * 3 // 4}: scale it")
+        images[key] = url
+        return {"type": "image", "image": key}
+
+    messages = []
+    for place, message in enumerate(conversation):
+        content = message.get("content")
+        if isinstance(content, list):
+            message = message | {"content": [taken(place, number, part) for number, part in enumerate(content)]}
+        messages.append(message)
+    return messages, images
+
+
+def read_messages(name: str, conversation: Sequence[dict[str, Any]]) -> tuple[list[Message], list[str]]:
+    """As `read_conversation`, for the messages of `take_images`: with marks of images, and the keys of these in the
+    order of the marks."""
     check_text(json.dumps(conversation, ensure_ascii=False), name)
     read = [_message(f"{name}.{place}", message) for place, message in enumerate(conversation)]
     with request_errors(name):
-        return with_ordered_results(name, read)
+        messages = with_ordered_results(name, read)
+        (keys,) = place_images(name, {}, messages)
+    return messages, keys
 
 
 def _message(location: str, message: dict[str, Any]) -> Message:
@@ -47,7 +98,7 @@ def _message(location: str, message: dict[str, Any]) -> Message:
         if not message.get("tool_calls"):
             return {key: value for key, value in message.items() if value is not None}  # empty turns are valid here
     with request_errors(location):
-        return read_message(location, message)
+        return read_message(location, message, with_images=True)
 
 
 def check_text(text: str, name: str) -> None:

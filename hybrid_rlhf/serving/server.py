@@ -198,6 +198,9 @@ def serve(
             max_queue=config.max_queue,
             adapters=model.engine.adapters,
             allows_lark=config.allow_lark,
+            image_reader=model.engine.image_reader,
+            max_image_pixels=config.max_image_pixels,
+            placeholders=model.engine.maker.banned_ids,
         )
         updates = ModelUpdates(service, model.engine, batch, model.load, adapters_from=config.adapters_from)
         route = None if config.adapters_from is None else updates

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -24,6 +24,10 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.chat.template import leading_bos, render, render_unfinished, token_ids
+from hybrid_rlhf.data.images.expansion import RowImages
+from hybrid_rlhf.data.images.references import ImageReference, read_reference
+from hybrid_rlhf.generation.batching.images import PromptImages
+from hybrid_rlhf.generation.image_loading import ImageReader
 from hybrid_rlhf.generation.open_batch import PromptBatch, RequestBatch, StreamedToken, Submitted, TokenSource
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams
 from hybrid_rlhf.serving.bodies import (
@@ -35,7 +39,13 @@ from hybrid_rlhf.serving.bodies import (
     KeyRejected,
     TokenizeBody,
 )
-from hybrid_rlhf.serving.conversations import check_text, read_conversation, request_errors
+from hybrid_rlhf.serving.conversations import (
+    check_text,
+    read_conversation,
+    read_messages,
+    request_errors,
+    take_images,
+)
 from hybrid_rlhf.serving.formats import grammar_key, response_format
 from hybrid_rlhf.serving.metrics import ServerMetrics
 from hybrid_rlhf.serving.token_text import TokenText, characters, longest_token
@@ -84,6 +94,16 @@ class RequestFailed(Exception):
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """A prompt of a request."""
+
+    ids: list[int]
+    images: PromptImages | None = None
+    references: Sequence[ImageReference] = ()
+    """Those of `images`."""
+
+
+@dataclass(frozen=True)
 class Job:
     """The prompts of a request, and how they are completed."""
 
@@ -99,6 +119,8 @@ class Job:
     """Adapter of all prompts; None: the model itself."""
     grammar: object | None = None
     """Keeps the grammar of `sampling` compiled; None: it has none, or `Service.compiled` compiles it."""
+    images: Sequence[PromptImages | None] = ()
+    """As in PromptBatch."""
 
 
 class _Deliveries:
@@ -158,7 +180,8 @@ class TokenStream:
         seeded = [replace(job.sampling, seed=seed) for seed in job.seeds]
         try:
             self._submission = self._batch.submit(
-                PromptBatch(job.prompts, seeded or job.sampling, job.top_logprobs, job.adapter), deliver
+                PromptBatch(job.prompts, seeded or job.sampling, job.top_logprobs, job.adapter, images=job.images),
+                deliver,
             )
         except RuntimeError as error:
             raise _ended(self._batch) from error
@@ -204,6 +227,9 @@ class Service:
         metrics: ServerMetrics | None = None,
         adapters: Sequence[str] = (),
         allows_lark: bool = False,
+        image_reader: Callable[[], ImageReader] | None = None,
+        max_image_pixels: int = 2**20,
+        placeholders: Collection[int] = (),
     ) -> None:
         """Take the batch and its settings.
 
@@ -216,6 +242,9 @@ class Service:
             metrics: metrics to count; None creates new ones.
             adapters: names of adapters that requests may give in place of the model's.
             allows_lark: true if requests may have grammars in Lark.
+            image_reader: as in GenerationEngine; None: requests must be text.
+            max_image_pixels: larger images are scaled down.
+            placeholders: token ids that stand for images.
         """
         self.batch = batch
         self.tokenizer = tokenizer
@@ -236,6 +265,9 @@ class Service:
         self.defaults = sampling
         self.max_queue = max_queue
         self.allows_lark = allows_lark
+        self._image_reader = image_reader
+        self._max_image_pixels = max_image_pixels
+        self._placeholders = placeholders
         self._most_characters = batch.max_tokens * longest_token(tokenizer)
         self.adapters = {name: self.with_adapter(name, name) for name in adapters}
         """Services of the adapters."""
@@ -284,9 +316,11 @@ class Service:
                 "requests"
             )
         self._check_queue(wanted)
-        prompts = [self.prompt_ids(body)] if isinstance(body, ChatBody) else self._prompts(body)
-        for prompt in prompts:
-            self._check_ids(body.prompt_key, prompt)
+        given = [self.prompt(body)] if isinstance(body, ChatBody) else list(map(Prompt, self._prompts(body)))
+        for prompt in given:
+            self._check_ids(body.prompt_key, prompt.ids)
+            self._check_placeholders(body.prompt_key, prompt)
+        prompts = [prompt.ids for prompt in given]
         longest = max(map(len, prompts), default=0)
         sampling, grammar = self._constrained(self.sampling(body, longest_prompt=longest), body, prompts)
         if longest + sampling.max_new_tokens > self.batch.max_tokens:
@@ -295,7 +329,11 @@ class Service:
                 f"must leave room in the maximum context length of {self.batch.max_tokens} tokens, got {longest} "
                 f"tokens and {body.key_of('max_new_tokens')} {sampling.max_new_tokens}: shorten one of them",
             )
-        return Job(prompts, sampling, body.alternatives or 0, adapter=self.adapter, grammar=grammar)
+        for prompt in given:
+            if prompt.references and self._image_reader is not None:
+                self._image_reader().prepare(prompt.references)
+        images = [prompt.images for prompt in given]
+        return Job(prompts, sampling, body.alternatives or 0, adapter=self.adapter, grammar=grammar, images=images)
 
     async def compiled(self, body: GenerationBody, job: Job) -> Job:
         """The job of a request with its grammar compiled. Grammars of all requests are compiled one after another; if
@@ -402,22 +440,50 @@ class Service:
         except RuntimeError as error:
             raise _ended(self.batch) from error
 
-    async def prompt_tokens(self, prompt: Sequence[int], *, top: int) -> list[StreamedToken]:
+    async def prompt_tokens(
+        self, prompt: Sequence[int], images: PromptImages | None, *, top: int
+    ) -> list[StreamedToken]:
         """The tokens of a prompt with their log-probs, that of the first one NaN, and the most likely tokens."""
         try:
-            future = self.batch.prompt_logprobs(prompt, adapter=self.adapter, top=top)
+            future = self.batch.prompt_logprobs(prompt, adapter=self.adapter, top=top, images=images)
         except RuntimeError as error:
             raise _ended(self.batch) from error
         known = await asyncio.wrap_future(future)
         values = zip(prompt, [math.nan, *known.logprobs], [[], *known.top], strict=True)
         return [StreamedToken(0, 0, token, logprob, logprob, None, likely) for token, logprob, likely in values]
 
-    def prompt_ids(self, body: ChatBody) -> list[int]:
-        """Token ids of the prompt of a chat request."""
+    def prompt(self, body: ChatBody) -> Prompt:
+        """The prompt of a chat request."""
         if body.prompt_token_ids is not None:
-            return body.prompt_token_ids
-        text = self.rendered(body, self.messages(body))
-        return token_ids(text, self.tokenizer)
+            return Prompt(body.prompt_token_ids)
+        if self._image_reader is None:
+            return Prompt(token_ids(self.rendered(body, self.messages(body)), self.tokenizer))
+        conversation, uris = take_images("messages", body.messages)
+        self._check_texts(body, conversation)
+        messages, keys = read_messages("messages", conversation)
+        text = self.rendered(body, messages)
+        if not keys:
+            return Prompt(token_ids(text, self.tokenizer))
+        images = self._images(self._image_reader(), {key: uris[key] for key in keys})
+        with request_errors("messages"):
+            ids = token_ids(images.expanded([text])[0], self.tokenizer)
+            images.require_no_others(ids, len(keys), self.tokenizer)
+        return Prompt(ids, self._image_reader().prompt_images(ids, images.references), images.references)
+
+    def _images(self, reader: ImageReader, uris: Mapping[str, str]) -> RowImages:
+        """Decode the images of a request, by their keys, until they are longer than a sequence may be."""
+        images = RowImages(reader.layout, [])
+        tokens = 0
+        for key, uri in uris.items():
+            with request_errors(key):
+                image = read_reference(uri, "it", folder=None, max_pixels=self._max_image_pixels)
+            images.references.append(image)
+            tokens += reader.layout.tokens(image.width, image.height)
+            if tokens >= self.batch.max_tokens:
+                raise ContextTooLong(
+                    key, f"must fit in the maximum context length of {self.batch.max_tokens} tokens: scale images down"
+                )
+        return images
 
     def rendered(self, body: ChatBody, messages: Sequence[Message]) -> str:
         """The text of the prompt of a chat request."""
@@ -433,11 +499,16 @@ class Service:
 
     def messages(self, body: ChatBody) -> list[Message]:
         """The conversation of a request, normalised by `read_conversation`."""
-        count = sum(map(characters, (body.messages, body.tools, body.chat_template_kwargs)))
+        take_images("messages", body.messages, are_read=False)
+        self._check_texts(body, body.messages)
+        return read_conversation("messages", body.messages)
+
+    def _check_texts(self, body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse texts that are too long for any tokenization, or not Unicode."""
+        count = sum(map(characters, (messages, body.tools, body.chat_template_kwargs)))
         self._check_characters("messages", count)
         check_text(json.dumps(body.chat_template_kwargs, ensure_ascii=False), "chat_template_kwargs")
         check_text(json.dumps(body.tools, ensure_ascii=False), "tools")
-        return read_conversation("messages", body.messages)
 
     def encode(self, text: str, *, adds_bos: bool = True) -> list[int]:
         """Token ids of plain text, with BOS if the tokenizer adds it."""
@@ -450,7 +521,7 @@ class Service:
         """The tokens of a text or a conversation, in vLLM's form."""
         chat = body.conversation()
         if chat is not None:
-            ids = self.prompt_ids(chat)
+            ids = self.prompt(chat).ids
         else:
             ids = self.encode(body.prompt or "", adds_bos=body.add_special_tokens)
         texts = {"token_strs": self.tokenizer.convert_ids_to_tokens(ids)} if body.return_token_strs else {}
@@ -466,6 +537,14 @@ class Service:
         unknown = next((token for token in ids if not 0 <= token <= most), None)
         if unknown is not None:
             raise KeyRejected(key, f"must be token ids in 0..{most}, got {unknown}: remove it")
+
+    def _check_placeholders(self, key: str, prompt: Prompt) -> None:
+        found = next((token for token in prompt.ids if token in self._placeholders), None)
+        if found is not None and prompt.images is None:
+            shown = self.tokenizer.convert_ids_to_tokens(found)
+            raise KeyRejected(
+                key, f"must not have {shown} ({found}), which stands for an image: send image_url with a data URI"
+            )
 
     def _check_characters(self, key: str, count: int) -> None:
         """Refuse a text that is too long for any tokenization, before it is tokenized."""

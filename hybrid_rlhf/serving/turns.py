@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.open_batch import Deliver, PromptBatch, RequestBatch, StreamedToken, Submitted
 from hybrid_rlhf.generation.sampling import per_request
 
@@ -60,7 +61,11 @@ class Turns:
         turn = Turn(replace(batch, sampling=sampling), deliver, samples)
         with self._lock:
             self._waiting[turn] = None
-            self._admit()
+            try:
+                self._admit()
+            except UserError:  # others must not wait for its samples
+                self.cancel(turn)
+                raise
         return turn
 
     def cancel(self, turn: Turn) -> None:
@@ -96,7 +101,13 @@ class Turns:
     def _submit(self, turn: Turn, prompt: int, samples: list[int]) -> None:
         batch = turn.batch
         params = replace(batch.sampling[prompt], n=len(samples))  # type: ignore[index]
-        part = replace(batch, prompts=[batch.prompts[prompt]], sampling=[params], first_sample=samples[0])
+        part = replace(
+            batch,
+            prompts=[batch.prompts[prompt]],
+            sampling=[params],
+            first_sample=samples[0],
+            images=batch.images[prompt : prompt + 1],
+        )
 
         def deliver(tokens: list[StreamedToken]) -> None:
             if not tokens:

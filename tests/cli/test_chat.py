@@ -29,7 +29,8 @@ Drive = Callable[..., tuple[ChatSession, str]]
 
 def conversation(template: str = CHATML) -> ChatSession:
     tokenizer = tiny_tokenizer(template)
-    return ChatSession(GenerationEngine.from_model(tiny_model()), tokenizer, lambda m: encode_prompt(m, tokenizer))
+    engine = GenerationEngine.from_model(tiny_model())
+    return ChatSession(engine, tokenizer, lambda messages: (encode_prompt(messages, tokenizer), None))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ class Engine:
     """Answers nothing, to as many prompts as there are."""
 
     opened, closed = 0, 0
+    image_reader = None
 
     @classmethod
     def from_pretrained(cls, path: str, **_: Any) -> Engine:
@@ -29,7 +30,7 @@ class Engine:
     def close(self) -> None:
         Engine.closed += 1
 
-    def generate(self, prompts: list[list[int]], sampling: Any) -> list[list[Any]]:
+    def generate(self, prompts: list[list[int]], sampling: Any, **_: Any) -> list[list[Any]]:
         return [[type("Completion", (), {"token_ids": []})] for _ in prompts]
 
 
@@ -50,7 +51,7 @@ def test_brackets_are_no_markup(
     base: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     prompt = [{"role": "system", "content": f"be {ODD}"}, {"role": "user", "content": f"say {ODD}"}]
-    monkeypatch.setattr(comparison, "held_out_prompts", lambda *_, **__: [prompt])
+    monkeypatch.setattr(comparison, "held_out_prompts", lambda *_, **__: [(prompt, [])])
     monkeypatch.setattr(comparison, "GenerationEngine", Engine)
     monkeypatch.setattr(comparison, "_tokenizer", lambda step, world: Tokenizer())
     last = RLConfig(model=ModelConfig(path="SFT"), output_dir=str(tmp_path))

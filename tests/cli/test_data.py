@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def test_check_says_which_answer_is_which(
     assert {each["learned_as"] for each in found} == {"loss" if task == "preference" else "compared"}
 
 
-def test_check_reads_images(tmp_path: Path, write_jsonl: Write, cli: CommandLine, model_folder: Path) -> None:
+def test_check_reads_images(
+    tmp_path: Path, write_jsonl: Write, cli: CommandLine, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     picture(0, (40, 32)).save(tmp_path / "a.png")
     rows = [{"prompt": "q", "completion": "a", "images": [name]} for name in ("a.png", "b.png")]
     options = f"data check {write_jsonl(rows)} --task sft"
@@ -78,6 +81,14 @@ def test_check_reads_images(tmp_path: Path, write_jsonl: Write, cli: CommandLine
     assert "<|vision_start|>[image 40x32: " in shown
     assert "tokens of images in 1 row; tokens of images:\n        1 to" in shown
     assert "images need a vision-language model, got " in cli(f"{options} --tokenizer {model_folder}").out
+    picture(1).save(tmp_path / "b.png")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setattr("hybrid_rlhf.models.pretrained.processors.find_spec", lambda name: None)
+    for tokenizer in ("", f"--tokenizer {vision_folder('qwen2_5_vl')}"):
+        shown = cli(f"{options} {tokenizer}").out
+        assert ":2: images need Pillow, which is not installed: run pip install 'hybrid_rlhf[vision]'" in shown
+    text = f"data check {write_jsonl([GOOD], 'text.jsonl')} --tokenizer {vision_folder('qwen2_5_vl')}"
+    assert cli(text).out.endswith("no problems\n")
 
 
 def test_completions_with_labels_are_named_by_them(write_jsonl: Write, model_folder: Path, document: Document) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +39,62 @@ def test_continuations_of_a_dialogue_become_pairs(converted: Converted) -> None:
             "rejected": [assistant("Yes."), user("Yes?"), assistant("No.")],
         }
     ]
+
+
+def test_images_are_kept(write_jsonl: Write, tmp_path: Path) -> None:
+    """Rows of LLaMA-Factory, LLaVA and verl, whose paths are relative to the folder of the output."""
+    (tmp_path / "pictures").mkdir()
+    for number in range(3):
+        (tmp_path / "pictures" / f"{number}.png").write_bytes(b"read by data check and training")
+    first, second, third = (f"pictures/{number}.png" for number in range(3))
+    asked = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A."}]
+    answered = [user("<image>\nWhat?"), assistant("A.")]
+    verl = {"prompt": [user("<image><image>q")], "images": [{"bytes": b"abc", "path": None}, {"path": third}]}
+    cases: list[tuple[Row, Row]] = [
+        ({"id": "7", "image": first, "conversations": asked}, {"messages": answered, "image": first}),
+        ({"images": [second], "conversations": asked}, {"messages": answered, "images": [second]}),
+        (
+            {"images": [third], "instruction": "<image>q", "input": "", "output": "a"},
+            {"messages": [user("<image>q"), assistant("a")], "images": [third]},
+        ),
+        (
+            {
+                "images": [third],
+                "conversations": asked[:1],
+                "chosen": asked[1],
+                "rejected": {**asked[1], "value": "B."},
+            },
+            {"prompt": answered[:1], "chosen": answered[1:], "rejected": [assistant("B.")], "images": [third]},
+        ),
+        (
+            {**verl, "data_source": "d", "reward_model": {"ground_truth": "4"}},
+            {
+                "prompt": [user("<image><image>q")],
+                "images": [{"bytes": "data:;base64,YWJj"}, {"path": third}],
+                "data_source": "d",
+                "reward_model": {"ground_truth": "4"},
+            },
+        ),
+    ]
+    output = tmp_path / "out.jsonl"
+    for number, (row, expected) in enumerate(cases):
+        write = datasets.Dataset.from_list([row]).to_parquet
+        write(str(tmp_path / f"{number}.parquet"))
+        report = convert(str(tmp_path / f"{number}.parquet"), output, format="auto", ranked_as="ranks", skip_bad=False)
+        assert (report.written, report.problems.texts) == (1, [])
+        assert json.loads(output.read_text()) == expected
+    for row, problem in (
+        ({"images": [first] * 2, "conversations": asked}, "a row needs an image for each placeholder, got 2"),
+        (
+            {"images": ["other.png"], "conversations": asked},
+            "paths of images must be relative to the folder of the out",
+        ),
+        ({"videos": ["a.mp4"], "conversations": asked}, "a row must be text, got column 'videos'"),
+        ({"images": [first], "prompt": "q", "answers": [{"answer": "a", "rank": 1}]}, "a row must be text, got column"),
+    ):
+        source = write_jsonl([row], "faulty.jsonl")
+        report = convert(str(source), output, format="auto", ranked_as="ranks", skip_bad=False)
+        assert report.written == 0 and problem in report.problems.texts[0]
 
 
 ALPACA = {"instruction": "q", "input": "", "output": "a"}

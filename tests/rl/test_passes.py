@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,7 +154,7 @@ def test_an_update_waits_for_nothing_and_makes_two_copies(name: str, models: tup
     assert waits(counter) == {}
     assert (counter.counts["copies"], counter.counts["fetches"]) == (2, 0)
     updater: Any = Updater.__new__(Updater)
-    updater._algorithm = algorithm
+    updater._algorithm, updater._roles = algorithm, SimpleNamespace(images_of=lambda rollout: None)
     if algorithm.value_clip is not None:
         with OnDevice() as counter:
             updater.value_loss(critic, batch).total.backward()

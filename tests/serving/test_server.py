@@ -252,7 +252,11 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"messages": []}, r"messages must have at least 1 item, got \[\]: change it"),
         ({"messages": [{"role": "king", "content": "x"}]}, "a role must be one of .*: change it$", "messages.0"),
         ({"messages": [user("\ud800")]}, "messages must be Unicode text"),
-        ({"messages": [user([{"type": "image_url"}])]}, "be text or a list", "messages.0"),
+        (
+            {"messages": [user([{"type": "image_url"}])]},
+            "must be text, as no images are read here",
+            "messages.0.content.0",
+        ),
         (
             {"tools": [{"type": "function", "function": {}}]},
             "must be {type: function, function: {name: ...}}",

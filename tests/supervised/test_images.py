@@ -198,6 +198,16 @@ def test_distillation_from_a_teacher_that_sees_the_pictures(
     assert found[0] == pytest.approx(0.0, abs=1e-5) and found[1] > 0.01
 
 
+def test_a_student_answers_prompts_with_pictures(
+    folders: dict[str, Path], rows: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of a student with the teacher's weights the divergence is 0 wherever both read the same pictures."""
+    line = f"--distill.teacher {folders['qwen3_vl']} --distill.on_policy_fraction 1 --distill.sampling.max_new_tokens 5"
+    output = train("sft", tmp_path, folders["qwen3_vl"], rows["sft"], line, "--distill.sft_coef 0")
+    assert losses(output, "distill/divergence")[0] == pytest.approx(0.0, abs=1e-5)
+    assert losses(output, "distill/on_policy")[0] > 0
+
+
 def test_a_model_of_text_refuses_images(rows: dict[str, Path], tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", tiny_model())
     with user_error("images need a vision-language model"):

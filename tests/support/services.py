@@ -35,7 +35,16 @@ def open_service(
 ) -> Iterator[Service]:
     """The service of a model, whose sampling has these settings."""
     with engine.open(rows=rows, max_tokens=max_tokens) as batch:
-        yield Service(batch, tokenizer, name=name, sampling=SamplingParams(**sampling), max_queue=20, allows_lark=True)
+        yield Service(
+            batch,
+            tokenizer,
+            name=name,
+            sampling=SamplingParams(**sampling),
+            max_queue=20,
+            allows_lark=True,
+            image_reader=engine.image_reader,
+            placeholders=engine.maker.banned_ids,
+        )
 
 
 def served_service(service: Service, access: Access | None = None, **more: Any) -> AbstractContextManager[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.cli.data.convert import problem_lines
 from hybrid_rlhf.configs.commands.data import CheckConfig
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.output import print_result
 
@@ -60,8 +61,11 @@ def _tokenizer(config: CheckConfig, model: str) -> tuple[PreTrainedTokenizerBase
     tokenizer = load_tokenizer(
         path, chat_template=config.chat_template, chat_template_kwargs=config.chat_template_kwargs, **trusted
     )
-    refusal = images_refused(load_config(path, **trusted)) or ""
-    layout = ImageProcessor.find(path, tokenizer, **trusted)
+    refusal, layout = images_refused(load_config(path, **trusted)) or "", None
+    try:
+        layout = ImageProcessor.find(path, tokenizer, **trusted)
+    except UserError as error:  # without Pillow or the files of a processor, rows of text can be read
+        refusal = str(error)
     return tokenizer, ImageRules(layout, refusal, config.max_image_pixels)
 
 

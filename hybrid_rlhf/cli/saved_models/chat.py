@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 /clear            clear the conversation
+/image FILE       add an image to the next message
 /system [TEXT]    set or remove the system prompt; clears the conversation
 /set KEY VALUE    change a sampling parameter: temperature, max_new_tokens, ...; /set lists them
 /retry            reply again, with other random numbers
@@ -116,13 +117,30 @@ class JSONView:
 def main(config: ChatConfig) -> None:
     """Load the model and chat."""
     logger.info(LOADING_LIBRARIES)
-    from hybrid_rlhf.cli.saved_models.loading import find_model, load_engine, load_scorer
-    from hybrid_rlhf.data.chat.conversation import encode_prompt
+    from hybrid_rlhf.cli.saved_models.loading import find_model, image_content, load_engine, load_scorer
+    from hybrid_rlhf.data.chat.messages import Message
+    from hybrid_rlhf.generation.batching.images import PromptImages
     from hybrid_rlhf.generation.chat import ChatSession
+    from hybrid_rlhf.generation.image_loading import PromptEncoder
 
     def load(name: str | None = None) -> ChatSession:
         engine, tokenizer = load_engine(config, name=name)
-        return ChatSession(engine, tokenizer, lambda messages: encode_prompt(messages, tokenizer), system=config.system)
+        encoder = PromptEncoder(tokenizer, engine.image_reader, max_pixels=config.max_image_pixels)
+
+        def encode(messages: list[Message]) -> tuple[list[int], PromptImages | None]:
+            def read(part: dict[str, str]) -> dict[str, Any]:
+                return {**part, "image": image_content(part["image"])} if "image" in part else part
+
+            return encoder.conversation(
+                [
+                    {**message, "content": [*map(read, message["content"])]}
+                    if isinstance(message["content"], list)
+                    else message
+                    for message in messages
+                ]
+            )
+
+        return ChatSession(engine, tokenizer, encode, system=config.system)
 
     session = Session(
         load(),
@@ -131,6 +149,8 @@ def main(config: ChatConfig) -> None:
         load=load,
         load_scorer=lambda name: load_scorer(find_model(config, name)),
     )
+    for name in config.image:
+        session.attach(name)
     if config.compare is not None:
         session.compare(config.compare)
     session.run()
@@ -177,6 +197,8 @@ class Session:
         self._view = view
         self._load = load
         self._load_scorer = load_scorer
+        self._images: list[str] = []
+        """Files that go with the next message."""
         self._scorer: SavedScorer | None = None
         self._retries = 0
 
@@ -201,8 +223,9 @@ class Session:
                 self._execute(line)
             elif line:
                 self._retries = 0
+                images, self._images = self._images, []
                 self._view.show_replies(
-                    {name: talk.say(line, self._sampling) for name, talk in self._conversations.items()}
+                    {name: talk.say(line, self._sampling, images=images) for name, talk in self._conversations.items()}
                 )
 
     def content(self) -> dict[str, Any]:
@@ -230,6 +253,7 @@ class Session:
         command, _, rest = line.partition(" ")
         commands: dict[str, Any] = {
             "/clear": self._clear,
+            "/image": self.attach,
             "/system": self._system,
             "/set": self._set,
             "/retry": self._retry,
@@ -247,6 +271,20 @@ class Session:
             self._view.show(f"error: {error}")
         except KeyboardInterrupt:  # while a model is loaded or scores
             self._view.show("stopped")
+
+    def attach(self, name: str) -> None:
+        """Add an image to the next message.
+
+        Raises:
+            UserError: if there is no such file.
+        """
+        if not name:
+            raise UserError("/image needs a file, got none: write /image FILE")
+        from hybrid_rlhf.cli.saved_models.loading import image_content
+
+        image_content(name)
+        self._images.append(name)
+        self._view.show(f"{name} goes with the next message")
 
     def _clear(self, _: str) -> None:
         for talk in self._conversations.values():
@@ -275,6 +313,8 @@ class Session:
             if not talk.messages:
                 raise UserError("/score needs a reply, got none: say something first")
             *prompt, reply = talk.transcript()
+            if any(isinstance(message["content"], list) for message in prompt):
+                raise UserError("/score reads text, the conversation has images: write /clear first")
             (scores,) = self._scorer.score([(prompt, reply["content"], None)])
             names = self._scorer.heads or ("score",)
             self._view.show(f"{label}: " + "  ".join(f"{n} {v:+.3f}" for n, v in zip(names, scores, strict=True)))

@@ -20,11 +20,14 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.run import StepConfig
-from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.chat.reasoning import text_decoder
+from hybrid_rlhf.data.images.references import ImageReference, tokenised_images
+from hybrid_rlhf.data.rows.placing import with_written_images
 from hybrid_rlhf.data.tokenized import load_prompt_data
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.image_loading import PromptEncoder
+from hybrid_rlhf.loop.setup import image_rules
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
@@ -63,7 +66,7 @@ def report(
     models = {**before, label: str(trained)}
     texts = completions(models, prompts, last, max_tokens=completion_tokens)
     console.print(completions_table(texts))
-    command = chat_command(trained, prompts[0])
+    command = chat_command(trained, prompts[0][0])
     console.print(Text.assemble("\nChat with the model:  ", (command, "bold")), soft_wrap=True)
     return {
         "changes": [
@@ -155,18 +158,29 @@ def metrics_table(changes: Sequence[MetricChange]) -> Table:
     return table
 
 
-def held_out_prompts(step: StepConfig, *, max_tokens: int) -> list[list[Message]]:
-    """A few prompts that no step was trained on."""
+def held_out_prompts(step: StepConfig, *, max_tokens: int) -> list[tuple[list[Message], list[ImageReference]]]:
+    """A few prompts that no step was trained on, with their images."""
     world = solo_world(default_device())
+    tokenizer = _tokenizer(step, world)
     data = load_prompt_data(
-        step.data, tokenizer=_tokenizer(step, world), seed=step.seed, world=world, max_prompt_tokens=max_tokens
+        step.data,
+        tokenizer=tokenizer,
+        seed=step.seed,
+        world=world,
+        max_prompt_tokens=max_tokens,
+        images=image_rules(step, resolve_model(str(step.model.path), world=world), tokenizer),
     )
     rows = data.held_out if len(data.held_out) else data.train
-    return [json.loads(text) for text in rows[:_SHOWN_PROMPTS]["prompt"]]
+    shown = rows.select(range(min(len(rows), _SHOWN_PROMPTS)))
+    return [(json.loads(row["prompt"]), tokenised_images(row)) for row in shown]
 
 
 def completions(
-    models: Mapping[str, str], prompts: list[list[Message]], step: StepConfig, *, max_tokens: int
+    models: Mapping[str, str],
+    prompts: list[tuple[list[Message], list[ImageReference]]],
+    step: StepConfig,
+    *,
+    max_tokens: int,
 ) -> list[dict[str, str]]:
     """Greedy completions of each prompt by each model: a mapping with `prompt` and the name of each model."""
     device = default_device()
@@ -177,14 +191,15 @@ def completions(
         engine = GenerationEngine.from_pretrained(
             path, dtype=default_dtype(device), device=device, trust_remote_code=trusted
         )
-        ids = [encode_prompt(messages, tokenizer) for messages in prompts]
+        encode = PromptEncoder(tokenizer, engine.image_reader).with_references
+        encoded = [encode(messages, references) for messages, references in prompts]
         sampling = SamplingParams(max_new_tokens=max_tokens, temperature=0.0, seed=0)
-        sampled = engine.generate(ids, sampling)
+        sampled = engine.generate([ids for ids, _ in encoded], sampling, images=[images for _, images in encoded])
         engine.close()  # the next model needs its memory
         texts_by_model.append([text_decoder(tokenizer)(c[0].token_ids).strip() for c in sampled])
     return [
-        {"prompt": messages[-1].get("content", ""), **dict(zip(models, texts, strict=True))}
-        for messages, *texts in zip(prompts, *texts_by_model, strict=True)
+        {"prompt": with_written_images(messages)[-1].get("content", ""), **dict(zip(models, texts, strict=True))}
+        for (messages, _), *texts in zip(prompts, *texts_by_model, strict=True)
     ]
 
 

@@ -37,6 +37,7 @@ def main(config: ExportConfig) -> None:
     from hybrid_rlhf.cli.saved_models.export_check import check_export, require_program
     from hybrid_rlhf.models.pretrained.adapters import merge_adapter
     from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
+    from hybrid_rlhf.models.pretrained.gguf.language_model import language_model
     from hybrid_rlhf.models.pretrained.gguf.writing import write_gguf
     from hybrid_rlhf.models.pretrained.loading import is_scorer
     from hybrid_rlhf.models.pretrained.sources import resolve_model
@@ -69,6 +70,9 @@ def main(config: ExportConfig) -> None:
     logger.info("writing %s (%s)%s", output, dtype, " and reading it back" * (config.format == "gguf"))
     result: dict[str, Any] = {"output": str(output), "format": config.format, "dtype": dtype}
     if config.format == "gguf":
+        if (text := language_model(lm)) is not lm:
+            logger.warning("format gguf takes the language model of %s alone: %s reads no images", config.path, output)
+            lm = text
         result["logprob_change"] = write_gguf(
             output, lm, tokenizer, weights=_GGUF_TYPES[dtype], name=Path(config.path).name
         )

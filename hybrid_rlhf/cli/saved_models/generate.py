@@ -16,23 +16,35 @@ from hybrid_rlhf.runtime.output import print_result
 def main(config: GenerateConfig) -> None:
     """Complete the prompts, and print or write them."""
     logger.info(LOADING_LIBRARIES)
-    from hybrid_rlhf.cli.saved_models.loading import load_engine
-    from hybrid_rlhf.data.chat.conversation import encode_prompt
+    from hybrid_rlhf.cli.saved_models.loading import image_content, load_engine
     from hybrid_rlhf.data.chat.reasoning import text_decoder
     from hybrid_rlhf.data.rows.files import json_line, rows_file
     from hybrid_rlhf.data.rows.formats import read_prompt_row
     from hybrid_rlhf.data.rows.sources import open_source
+    from hybrid_rlhf.generation.image_loading import PromptEncoder
     from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
     output = None if config.output is None else rows_file(config.output, overwrite=config.overwrite)
-    located_rows = open_source(config.input) if config.input is not None else [("--prompt", {"prompt": config.prompt})]
-    rows = [(row, read_prompt_row(place, row)) for place, row in located_rows]
+    asked = {"prompt": config.prompt} | ({"images": config.image} if config.image else {})
+    located_rows = [*open_source(config.input)] if config.input is not None else [("--prompt", asked)]
+    rows = [(row, read_prompt_row(where, row, refusal="")) for where, row in located_rows]
+    if config.image:
+        rows[0][1].images[:] = map(image_content, config.image)
     engine, tokenizer = load_engine(config)
-    prompts = [encode_prompt(prompt.messages, tokenizer, tools=prompt.tools) for _, prompt in rows]
+    encode = PromptEncoder(tokenizer, engine.image_reader, max_pixels=config.max_image_pixels)
+    prompts = [
+        encode(where, prompt.messages, prompt.images, tools=prompt.tools)
+        for (where, _), (_, prompt) in zip(located_rows, rows, strict=True)
+    ]
     shown = text_decoder(tokenizer)
     start = time.perf_counter()
     progress = ProgressLog("completing", total=len(prompts) * config.sampling.n, unit="completions")
-    completions = engine.generate(prompts, config.sampling, on_completed=progress.advance)
+    completions = engine.generate(
+        [ids for ids, _ in prompts],
+        config.sampling,
+        on_completed=progress.advance,
+        images=[images for _, images in prompts],
+    )
     seconds = time.perf_counter() - start
     completed: list[dict[str, Any]] = []
     for (row, _), samples in zip(rows, completions, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,11 +13,15 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig, SavedModelConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.data.images.expansion import ImageRules
+from hybrid_rlhf.data.images.reading import require_size
 from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.image_loading import image_rules
 from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
 from hybrid_rlhf.models.pretrained.loading import is_scorer, load_model, training_dtype
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.files.reading import regular_file
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import default_device, solo_world
 from hybrid_rlhf.serving.saved_scorer import SavedScorer
@@ -39,6 +44,10 @@ class Place:
     def scores(self) -> bool:
         """True for a reward model."""
         return is_scorer(load_config(self.path, trust_remote_code=self.trust_remote_code))
+
+    def image_rules(self, max_pixels: int) -> ImageRules:
+        """How the images of rows are encoded; see `image_rules`."""
+        return image_rules(self.path, self.tokenizer, max_pixels=max_pixels, trust_remote_code=self.trust_remote_code)
 
 
 def find_model(config: SavedModelConfig, name: str | None = None) -> Place:
@@ -67,6 +76,21 @@ def find_model(config: SavedModelConfig, name: str | None = None) -> Place:
     )
     dtype = training_dtype(ModelConfig(dtype=config.dtype), device)
     return Place(name or config.path, path, device, dtype, tokenizer, config.trust_remote_code)
+
+
+@functools.cache
+def image_content(name: str) -> bytes:
+    """The bytes of an image that a command names, read once.
+
+    Raises:
+        UserError: if there is no such file, or it is too long.
+    """
+    file = regular_file(name, "an image must be a file")
+    try:
+        require_size(file.stat().st_size, name)
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"an image must be a file, {name} cannot be read ({error.strerror}): check the path") from error
 
 
 def load_engine(

@@ -27,6 +27,7 @@ MODEL_FILES = (
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
+    "*processor_config.json",
     "spiece.model",
     "chat_template*",
     "additional_chat_templates/*",

@@ -33,7 +33,7 @@ from hybrid_rlhf.runtime.files.reading import user_path
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters with which a model could send commands to the terminal, except tab and newline."""
 _TAKE_MODELS = ("/compare", "/score")
-_TAKE_FILES = ("/save",)
+_TAKE_FILES = ("/save", "/image")
 
 
 class Terminal:

@@ -19,6 +19,8 @@ from hybrid_rlhf.runtime.observability.logs import shortened
 
 IMAGE_MARK = "\ufdd0\ufdd1"
 """Stands for an image; Unicode has no characters there."""
+WRITTEN = "<image>"
+"""Stands for an image in the text of rows with images (LLaVA, verl, ms-swift)."""
 IMAGES_KEY = IMAGE_MARK
 """Key of a message that is read with its images: one for each mark, None for an image of the row's column."""
 TEXT_ONLY = "a row must be text, got an image: remove the row"

@@ -28,7 +28,14 @@ def arrow_rows(batches: Iterable[pyarrow.RecordBatch | pyarrow.Table]) -> Iterat
     """
     for batch in batches:
         decode = _decoder(pyarrow.struct(batch.schema)) or _unchanged
-        yield from map(decode, batch.to_pylist())
+        size = rows_at_a_time(batch.schema)
+        for start in range(0, batch.num_rows, size):
+            yield from map(decode, batch.slice(start, size).to_pylist())
+
+
+def rows_at_a_time(schema: pyarrow.Schema) -> int:
+    """The number of rows to hold in memory: few where they may have images."""
+    return 50 if "binary" in str(schema) else 1000
 
 
 def decimal_number(value: Decimal) -> int | float:

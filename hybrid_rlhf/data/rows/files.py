@@ -26,7 +26,7 @@ import pyarrow.parquet
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.images.reading import png
-from hybrid_rlhf.data.rows.arrow import arrow_rows, decimal_number
+from hybrid_rlhf.data.rows.arrow import arrow_rows, decimal_number, rows_at_a_time
 from hybrid_rlhf.runtime.files.atomic import output_file
 from hybrid_rlhf.runtime.files.reading import NotJSON, not_text, parse_json
 
@@ -295,7 +295,7 @@ def _batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
         yield from _arrow_batches(path)
         return
     with pyarrow.parquet.ParquetFile(path, memory_map=True, arrow_extensions_enabled=True) as file:
-        yield from file.iter_batches(batch_size=1000)
+        yield from file.iter_batches(batch_size=rows_at_a_time(file.schema_arrow))
 
 
 def _arrow_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:

@@ -12,13 +12,11 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import RESULT_ROLES, Message
-from hybrid_rlhf.data.images.expansion import IMAGE_MARK, IMAGES_KEY
+from hybrid_rlhf.data.images.expansion import IMAGE_MARK, IMAGES_KEY, WRITTEN
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 IMAGE_COLUMNS = ("images", "image")
-_WRITTEN = "<image>"
-"""Stands for an image in the text of rows with images (LLaVA, verl, ms-swift)."""
 
 
 def place_images(
@@ -29,7 +27,7 @@ def place_images(
     Raises:
         UserError: with a reason why there may be none, or for images that do not match the turns.
     """
-    column = [_listed(row[name]) for name in IMAGE_COLUMNS if row.get(name)]
+    column = [listed_images(row[name]) for name in IMAGE_COLUMNS if row.get(name)]
     has_images = bool(column)
     for turns in conversations:
         for message in turns:
@@ -64,18 +62,27 @@ def place_images(
     return tuple([next(following) if image is None else image for image in images] for images in placed)
 
 
-def _listed(images: Any) -> list[Any]:
-    return images if isinstance(images, list) else [images]
+def with_written_images(messages: Sequence[Message]) -> list[Message]:
+    """Messages that people and other programs read: `<image>` in the places of marks."""
+    return [
+        message | {"content": message["content"].replace(IMAGE_MARK, WRITTEN)} if "content" in message else message
+        for message in messages
+    ]
+
+
+def listed_images(images: Any) -> list[Any]:
+    """The images of a column: a list, one, or none."""
+    return images if isinstance(images, list) else [images] if images else []
 
 
 def _marked(message: Message, has_column: bool) -> list[Any]:
     """The images of a message, None for one of the column; `<image>` in its text becomes a mark."""
     own = iter(message.pop(IMAGES_KEY, ()))
     content = str(message.get("content", ""))
-    if not has_column or _WRITTEN not in content:
+    if not has_column or WRITTEN not in content:
         return list(own)
-    message["content"] = content.replace(_WRITTEN, IMAGE_MARK)
-    return [next(own) if place == IMAGE_MARK else None for place in re.findall(f"{IMAGE_MARK}|{_WRITTEN}", content)]
+    message["content"] = content.replace(WRITTEN, IMAGE_MARK)
+    return [next(own) if place == IMAGE_MARK else None for place in re.findall(f"{IMAGE_MARK}|{WRITTEN}", content)]
 
 
 def _require_shown(location: str, turns: Sequence[Message]) -> None:
@@ -84,5 +91,5 @@ def _require_shown(location: str, turns: Sequence[Message]) -> None:
         if IMAGE_MARK in str(message.get("content")) and message["role"] not in ("user", *RESULT_ROLES):
             raise UserError(
                 f"{location}: images belong to turns of the user and of tools, got one in a turn of the "
-                f"{message['role']}, {shortened(str(message['content']).replace(IMAGE_MARK, _WRITTEN))!r}: move it"
+                f"{message['role']}, {shortened(str(message['content']).replace(IMAGE_MARK, WRITTEN))!r}: move it"
             )

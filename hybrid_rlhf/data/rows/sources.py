@@ -25,7 +25,7 @@ import pyarrow
 from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.data import DataSource
-from hybrid_rlhf.data.rows.arrow import arrow_rows
+from hybrid_rlhf.data.rows.arrow import arrow_rows, rows_at_a_time
 from hybrid_rlhf.data.rows.files import (
     TYPES_TEXT,
     LocatedRows,
@@ -252,7 +252,7 @@ def _table_fingerprint(table: datasets.Dataset, name: str) -> str:
     """A hash of the content; the fingerprint of `datasets` depends on the path of its cache."""
     digest = hashlib.sha256(repr(table.features).encode())
     progress = ProgressLog(f"reading {name}", total=len(table))
-    for batch in table.with_format("arrow").iter(batch_size=1000):
+    for batch in table.with_format("arrow").iter(batch_size=rows_at_a_time(table.data.schema)):
         stream = pyarrow.BufferOutputStream()
         with pyarrow.ipc.new_stream(stream, batch.schema) as writer:
             writer.write_table(batch)

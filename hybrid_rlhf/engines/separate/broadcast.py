@@ -21,6 +21,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.deepspeed_internals import full_shape
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.engines.partition import BaseWeight, base_parameters, base_weights, full_weights
+from hybrid_rlhf.engines.tower_copy import TowerDescription
 from hybrid_rlhf.generation.engine import default_stop_token_ids
 from hybrid_rlhf.generation.weights.inference_weights import DescribedModel, DescribeModel
 from hybrid_rlhf.runtime.world import World
@@ -72,10 +73,12 @@ class TrainedModel:
     dtype: torch.dtype
     stop_token_ids: tuple[int, ...]
     """EOS tokens of the model; empty for a model that does not generate."""
+    tower: TowerDescription | None = None
+    """The tower for images, whose weights are sent too; None: they are not."""
 
     @classmethod
-    def of(cls, lm: PreTrainedModel, describe: DescribeModel = DescribedModel.of) -> Self:
-        """Describe a model, partitioned or not.
+    def of(cls, lm: PreTrainedModel, describe: DescribeModel = DescribedModel.of, *, sends_tower: bool = False) -> Self:
+        """Describe a model, partitioned or not, `sends_tower` with its tower for images.
 
         Raises:
             NotDescribed: when the family table does not cover the model.
@@ -83,12 +86,13 @@ class TrainedModel:
         described = describe(lm, [name for name, _ in base_parameters(lm)])
         weights = []
         for weight in base_weights(lm):
-            if weight.name not in described.unread:
+            if sends_tower or weight.name not in described.unread:
                 changes = any(parameter.requires_grad for parameter in weight.parameters)
                 parameter = weight.parameter
                 weights.append(SentWeight(weight.name, full_shape(parameter), parameter.dtype, changes))
         stop_token_ids = default_stop_token_ids(lm) if lm.can_generate() else ()
-        return cls(described, tuple(weights), next(lm.parameters()).dtype, stop_token_ids)
+        tower = TowerDescription.of(lm) if sends_tower else None
+        return cls(described, tuple(weights), next(lm.parameters()).dtype, stop_token_ids, tower)
 
     def buckets(self, *, everything: bool, bucket_elements: int) -> list[Bucket]:
         """Divide the weights into buckets.

@@ -82,8 +82,9 @@ class CriticCopy:
         """Return a context that does nothing: the weights are always on the device."""
         return contextlib.nullcontext()
 
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the output of the head after each real token, as Scorer. All ranks of the group pass the same rows."""
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor, images: None = None) -> Tensor:
+        """Return the output of the head after each real token, as Scorer, of rows of text. All ranks of the group pass
+        the same rows."""
         assert self._scorer is not None, "called after sync, on ranks of the copy"
         return self._scorer(input_ids, attention_mask)
 

@@ -33,8 +33,10 @@ from hybrid_rlhf.engines.weight_check import Rerouted, TrainingProbe, WeightChec
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
+from hybrid_rlhf.generation.image_loading import ImageReader, ModelImages
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.models.pretrained.loading import DTYPES
+from hybrid_rlhf.models.vision import ImageEncoder
 from hybrid_rlhf.runtime.world import World
 
 T = TypeVar("T")
@@ -53,6 +55,7 @@ class SeparateSampler:
         weight_check_every: int = 1,
         check_weights: bool = False,
         residency: RoleResidency | None = None,
+        images: ModelImages | None = None,
     ) -> None:
         """Plan the inference weights. Every rank of the run makes this call, after `create_groups`.
 
@@ -65,6 +68,7 @@ class SeparateSampler:
             check_weights: faults.check_weights of the config.
             residency: location of its memory in each phase; none: as set in the rollout section, on ranks without other
                 roles.
+            images: reads the images of prompts; none: prompts are text.
 
         Raises:
             UserError: on every rank of actor and sampler, when the model has no inference weights, or a rollout setting
@@ -75,6 +79,7 @@ class SeparateSampler:
         """Device of this rank."""
         self._ranks = SyncRanks.of(actor.world, world)
         self._actor = actor
+        self._images = images
         self._rollout = rollout or RolloutConfig()
         self.samples_while_training = self._rollout.max_lag > 0
         # it may sample while frozen roles compute, possibly in groups of the same ranks
@@ -109,6 +114,7 @@ class SeparateSampler:
             in_place=self._keeps,
             quantization=rollout.quantization,
             check_weights=check_weights,
+            has_images=self._images is not None,
             # running completions of a stream keep their cache when packed weights are built anew
             release=(lambda: None) if self.samples_while_training else self._release_cache,
         )
@@ -163,6 +169,7 @@ class SeparateSampler:
             tokenizer=tokenizer,
             weight_version=weights.version,
             keeps_backend=True,
+            image_reader=self._image_reader,
         )
         del decoder
         try:
@@ -183,6 +190,15 @@ class SeparateSampler:
             yield
         finally:
             self._force()
+
+    @property
+    def _image_reader(self) -> Callable[[], ImageReader] | None:
+        """Reads images with the tower that arrived last; None where prompts are text."""
+        images = self._images
+        if images is None or self.weights is None or self.weights.tower is None:
+            return None
+        encoder = ImageEncoder(self.weights.tower.lm, device=self.device, cache=images.cache)
+        return lambda: ImageReader(images.loader, encoder)
 
     def _verify(self, decoder: Decoder | None) -> None:
         """Use new weights in the backend, and compare their log-probs with those of the actor's forward if that is

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.engine import Role
 from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.engines.separate.broadcast import SyncRanks, TrainedModel, WeightBroadcast, compare_checksums
+from hybrid_rlhf.engines.tower_copy import TowerCopy
 from hybrid_rlhf.generation.architecture.hugging_face import NotDescribed
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.ops.quantisation import Quantization
@@ -53,6 +55,7 @@ class SyncedWeights:
         quantization: Quantization | None = None,
         check_weights: bool = False,
         release: Callable[[], None] = lambda: None,
+        has_images: bool = False,
     ) -> None:
         """Describe the model, and plan the inference weights. Every rank of the union makes this call.
 
@@ -67,6 +70,7 @@ class SyncedWeights:
             quantization: as in InferenceWeights.
             check_weights: faults.check_weights of the config.
             release: releases the users of the decoder, before another decoder replaces it.
+            has_images: the receiving ranks also need the tower for images.
 
         Raises:
             UserError: on every rank, when the model has no inference weights for such groups.
@@ -76,7 +80,7 @@ class SyncedWeights:
         self._check_weights = check_weights
         self._release_users = release
         with shared_user_errors(ranks.union), _named_in_errors(key, trained.role):
-            model = TrainedModel.of(trained.lm, describe) if trained.world.is_main else None
+            model = TrainedModel.of(trained.lm, describe, sends_tower=has_images) if trained.world.is_main else None
         self.model: TrainedModel = ranks.of_source(model)
         self.dtype = dtype or self.model.dtype
         self._inference: InferenceWeights | None = None
@@ -86,6 +90,10 @@ class SyncedWeights:
                     self.model.described, world=group, dtype=self.dtype, in_place=in_place, quantization=quantization
                 )
         self._broadcast = WeightBroadcast(ranks, self.model)
+        self.tower: TowerCopy | None = None
+        """The tower on a rank that receives; none: it is not sent."""
+        if group is not None and self.model.tower is not None:
+            self.tower = TowerCopy(self.model.tower, group.device)
         self.decoder: Decoder | None = None
         """Decoder of the weights that arrived last."""
         self.version = -1
@@ -115,6 +123,13 @@ class SyncedWeights:
             self._sync(everything=any(state.needs_all for state in states))
             verify(self.decoder)
         return self.decoder
+
+    def _with_tower(self, received: Iterator[tuple[str, Tensor, bool]]) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yield the weights that arrive, and copy those of the tower."""
+        for name, weight, persistent in received:
+            if self.tower is not None:
+                self.tower.take(name, weight)
+            yield name, weight, persistent
 
     def force(self) -> None:
         """Receive the weights at the next use even if the version is the same. Every rank that receives makes this
@@ -150,7 +165,8 @@ class SyncedWeights:
             if not self._inference.in_place:
                 self._release_users()
                 self.decoder = None
-            self.decoder = self._inference.build(self._broadcast.receive(everything=everything, checked=checked))
+            received = self._broadcast.receive(everything=everything, checked=checked)
+            self.decoder = self._inference.build(self._with_tower(received))
             self._held_version = self.version
         if checked:
             compare_checksums(self._ranks, self._broadcast.checksums, update=self.version)

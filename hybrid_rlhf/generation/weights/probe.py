@@ -122,10 +122,13 @@ class _Probe:
         )
 
 
-def agreement_with(decoder: Decoder, expected: Tensor) -> LogprobAgreement:
-    """Compare a decoder with log-probs [P - 1] of `probe_tokens`, all but the first, under the training forward."""
-    tokens = probe_tokens(decoder.architecture.vocab_size)
-    logits = probe_logits(decoder, tokens)
+def agreement_with(
+    decoder: Decoder, expected: Tensor, prompt: tuple[Sequence[int], EncodedImages | None] | None = None
+) -> LogprobAgreement:
+    """Compare a decoder with log-probs [P - 1] under the training forward of all tokens but the first of a prompt with
+    images, by default of `probe_tokens`."""
+    tokens, images = prompt or (probe_tokens(decoder.architecture.vocab_size), None)
+    logits = probe_logits(decoder, tokens, images)
     quantised = bool(decoder.quantisation_errors)
     return agreement(
         token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device)),

@@ -154,4 +154,5 @@ class ImageProcessor:
             text=[self.placeholder * len(images)],
             return_tensors="pt",
             return_text_replacement_offsets=True,
+            input_data_format="channels_last",  # which it cannot tell of images of three rows of pixels
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.chat.reasoning import text_decoder
+from hybrid_rlhf.rl.images import digests_of
 from hybrid_rlhf.rl.replay.recorded import require_in_completion, require_one_turn
 from hybrid_rlhf.rl.replay.replaying import ReplayedStep
 from hybrid_rlhf.rl.replay.rescoring import SampleScore, completed, score_completions
@@ -75,16 +76,20 @@ def branch(replayed: ReplayedStep, index: int, *, token: int, text: str | None =
         seed=config.seed,
         timers=session.run.timers,
         tokenizer=tokenizer,
+        images=roles.images,
     )
-    sampled = sampler.sample([{"input_ids": [*prompt, *beginning]}], step=_BRANCH_STEP, first=token)
-    held = [ids[mask].tolist() for ids, mask in zip(sampled.input_ids, sampled.response_mask, strict=True)]
-    stopped = sampled.stopped.tolist()
     rollout = replayed.batch.rollout
     assert rollout.prompt_rows is not None
+    row = session.prompts[int(rollout.numbered(world).gather(rollout.prompt_rows)[index])]
+    given = {"input_ids": [*prompt, *beginning], "images": row.get("images")}
+    sampled = sampler.sample([given], step=_BRANCH_STEP, first=token)
+    held = [ids[mask].tolist() for ids, mask in zip(sampled.input_ids, sampled.response_mask, strict=True)]
+    stopped = sampled.stopped.tolist()
     scores = score_completions(
         roles.reward,
-        completed(prompt, [[*beginning, *ids] for ids in held], stopped),
-        session.prompts[int(rollout.numbered(world).gather(rollout.prompt_rows)[index])],
+        completed(prompt, [[*beginning, *ids] for ids in held], stopped, digests_of(row)),
+        row,
+        roles.images_of,
         tokenizer=tokenizer,
         planner=session.parts.planner,
     )

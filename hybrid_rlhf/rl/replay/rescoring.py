@@ -16,11 +16,13 @@ from hybrid_rlhf.data.chat.conversation import encode_completion
 from hybrid_rlhf.data.chat.messages import row_tools
 from hybrid_rlhf.data.tokenized import load_prompt_data
 from hybrid_rlhf.loop.non_finite import json_numbers
-from hybrid_rlhf.loop.setup import start_step
+from hybrid_rlhf.loop.setup import image_rules, start_step
 from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
+from hybrid_rlhf.rl.images import ImageCatalogue, ImagesOf, digests_of
 from hybrid_rlhf.rl.mini_batches import MiniBatchPlanner
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
+from hybrid_rlhf.rl.rewards.components import read_prompt
 from hybrid_rlhf.rl.roles import build_reward_alone, place_roles
 from hybrid_rlhf.rl.types import Episode, Rollout
 from hybrid_rlhf.runtime.run import start_run
@@ -61,35 +63,39 @@ def rescore(recorded: RecordedStep, index: int, completion: str, scratch: Path) 
     )
     with start_run(config) as run, explain_out_of_memory(config, run):
         path, tokenizer = start_step(config, run, config.model.path)
-        prompts = load_prompt_data(
+        data = load_prompt_data(
             config.data,
             tokenizer=tokenizer,
             seed=config.seed,
             world=run.world,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
-        ).train
+            images=image_rules(config, path, tokenizer),
+        )
+        prompts, images = data.train, ImageCatalogue.of(data)
         known = row["prompt_row"] < len(prompts)
         require(
-            known and json.loads(prompts[row["prompt_row"]]["prompt"]) == row["prompt"],
+            known and read_prompt(prompts[row["prompt_row"]]) == row["prompt"],
             f"rescore reads the run's data, row {row['prompt_row']} of it is not the sample's prompt: restore "
             "data.sources",
         )
         prompt = prompts[row["prompt_row"]]
-        reward = build_reward_alone(config, run, place_roles(config, run, path), tokenizer)
+        reward = build_reward_alone(config, run, place_roles(config, run, path), tokenizer, images)
         ids = _completion_ids(prompt, completion, tokenizer)
         planner = MiniBatchPlanner(
             replace(config.train.micro_batches(run.world.device.type), padded=not reward.packs),
             seed=config.seed,
             world=run.world,
         )
-        rollout = completed(prompt["input_ids"], [ids], [True])
-        return score_completions(reward, rollout, prompt, tokenizer=tokenizer, planner=planner)[0]
+        rollout = completed(prompt["input_ids"], [ids], [True], digests_of(prompt))
+        images_of = images or (lambda rollout: None)
+        return score_completions(reward, rollout, prompt, images_of, tokenizer=tokenizer, planner=planner)[0]
 
 
 def score_completions(
     reward: Reward,
     rollout: Rollout,
     prompt: Mapping[str, Any],
+    images_of: ImagesOf,
     *,
     tokenizer: PreTrainedTokenizerBase,
     planner: MiniBatchPlanner,
@@ -106,6 +112,7 @@ def score_completions(
         len(index),
         plan.micro_batches,
         lambda rows: CompletionTexts.read([prompt], rows, tokenizer),
+        images_of,
         may_drop_all=True,
     )
     scores = json_numbers(report.scores)
@@ -118,10 +125,16 @@ def score_completions(
     ]
 
 
-def completed(prompt: Sequence[int], completions: Sequence[Sequence[int]], stopped: Sequence[bool]) -> Rollout:
-    """Token ids of completions of a prompt as a rollout to be scored, without log-probs."""
+def completed(
+    prompt: Sequence[int],
+    completions: Sequence[Sequence[int]],
+    stopped: Sequence[bool],
+    images: Sequence[str] = (),
+) -> Rollout:
+    """Token ids of completions of a prompt, with the digests of its images, as a rollout to be scored, without
+    log-probs."""
     episodes = [
-        Episode(list(prompt), list(ids), [True] * len(ids), stopped=ended)
+        Episode(list(prompt), list(ids), [True] * len(ids), stopped=ended, images=images)
         for ids, ended in zip(completions, stopped, strict=True)
     ]
     return Rollout.of(episodes, [0] * len(episodes))
@@ -144,6 +157,6 @@ def _completion_ids(prompt: Mapping[str, Any], text: str, tokenizer: PreTrainedT
     """Tokens of a completion to the end of its turn, as the actor would sample them."""
     turn = [{"role": "assistant", "content": text}]
     tools = row_tools("the row", json.loads(prompt["columns"]))
-    encoded = encode_completion(json.loads(prompt["prompt"]), turn, tokenizer, tools=tools)
+    encoded = encode_completion(read_prompt(prompt), turn, tokenizer, tools=tools)
     sampled = [place for place, has_loss in enumerate(encoded.loss_mask) if has_loss]
     return encoded.input_ids[sampled[0] : sampled[-1] + 1]

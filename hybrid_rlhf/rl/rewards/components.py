@@ -25,6 +25,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import OnFailure, RewardComponentConfig
 from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.chat.messages import Message, Tools, row_tools
+from hybrid_rlhf.data.images.expansion import IMAGE_MARK, WRITTEN
+from hybrid_rlhf.data.images.references import ImageReference
+from hybrid_rlhf.rl.images import ImagesOf
 from hybrid_rlhf.rl.rewards.verifiers.verdicts import Verdict
 from hybrid_rlhf.rl.sharing import LocalRows
 from hybrid_rlhf.rl.types import Rollout
@@ -45,6 +48,8 @@ class CompletionTexts:
     """Completions without special tokens. The turns of an episode are joined by newlines, without observations."""
     columns: dict[str, list[Any]]
     """Other columns of the data by name; None where a row lacks the column."""
+    images: list[list[ImageReference]] | None = None
+    """Images of the prompts, each <image> in their text; None where there are none, or no component reads them."""
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -71,7 +76,7 @@ class CompletionTexts:
                 )
         places = rollout.groups.tolist()
         return cls(
-            [json.loads(prompts[place]["prompt"]) for place in places],
+            [read_prompt(prompts[place]) for place in places],
             [
                 _sampled_text(ids, sampled, tokenizer)
                 for ids, sampled in zip(rollout.input_ids, rollout.response_mask, strict=True)
@@ -85,11 +90,18 @@ class CompletionTexts:
             [self.prompts[i] for i in indices],
             [self.completions[i] for i in indices],
             {name: [values[i] for i in indices] for name, values in self.columns.items()},
+            None if self.images is None else [self.images[i] for i in indices],
         )
 
     def tools(self, place: int) -> Tools | None:
         """Tools that the assistant may call in a completion."""
         return row_tools("the row", {"tools": self.columns["tools"][place]}) if "tools" in self.columns else None
+
+
+def read_prompt(row: Mapping[str, Any]) -> list[Message]:
+    """The conversation of a row of `load_prompt_data`, with <image> for each image."""
+    messages: list[Message] = json.loads(row["prompt"].replace(IMAGE_MARK, WRITTEN))
+    return messages
 
 
 def _sampled_text(ids: Tensor, mask: Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -113,6 +125,8 @@ class RewardBatch:
     """Numbers of the rows; None is an empty row. Every rank of the component has the same number of micro-batches."""
     texts: CompletionTexts
     """Text of the rows `numbers`, in their order; empty if no component reads text."""
+    images_of: ImagesOf = lambda rollout: None
+    """Returns the images of rows."""
 
     @property
     def numbers(self) -> list[int]:
@@ -187,6 +201,8 @@ class RewardComponent(ABC):
 
     reads_text: ClassVar[bool] = True
     """True if it needs the text of the rollout."""
+    reads_images = False
+    """True if it needs the images of the prompts beside the text."""
     in_background: ClassVar[bool] = True
     """False: it computes in the main thread when its scores are requested, on every rank."""
 

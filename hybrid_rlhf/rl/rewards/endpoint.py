@@ -3,31 +3,37 @@
 The client, httpx2, is imported only where an endpoint is configured.
 
 A request is a POST of {"prompts": [...], "completions": [...], "columns": {...}}; the reply is {"scores": [...]} with a
-number or null per completion. Remote reward models of OpenRLHF (0.11.2, utils/agent.py) get {"query": [...],
-"prompts": [...], "labels": [...]} and reply {"rewards": [...]}. A server may return anything, including the request
-itself, so replies are read up to a size limit, and secrets are removed from every message.
+number or null per completion. Messages with images have the content parts of OpenAI's API. Remote reward models of
+OpenRLHF (0.11.2, utils/agent.py) get {"query": [...], "prompts": [...], "labels": [...]} and reply {"rewards": [...]}.
+A server may return anything, including the request itself, so replies are read up to a size limit, and secrets are
+removed from every message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import importlib
 import json
 import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import Protocol, RewardComponentConfig
+from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.images.expansion import WRITTEN
+from hybrid_rlhf.data.images.reading import png
+from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.foreign import openrlhf_arguments
@@ -53,6 +59,8 @@ _MIN_SECRET_LENGTH = 4
 
 class EndpointReward(RewardComponent):
     """Sends this rank's rows to an endpoint in batches, over all of its replicas concurrently."""
+
+    reads_images = True
 
     def __init__(self, config: RewardComponentConfig, *, device: torch.device) -> None:
         """Read the API key.
@@ -218,9 +226,35 @@ def failed(count: int, reason: str, *, may_retry: bool = True) -> Reply:
 def _request(texts: CompletionTexts, protocol: Protocol) -> dict[str, object]:
     """The body of a request."""
     if protocol == "scores":
-        return {"prompts": texts.prompts, "completions": texts.completions, "columns": texts.columns}
+        prompts = texts.prompts
+        if texts.images is not None:
+            uri = functools.cache(_data_uri)
+            prompts = [
+                _with_parts(prompt, map(uri, images)) for prompt, images in zip(prompts, texts.images, strict=True)
+            ]
+        return {"prompts": prompts, "completions": texts.completions, "columns": texts.columns}
     given = openrlhf_arguments(texts.prompts, texts.completions, texts.columns)
     return {"query": given.pop("queries"), **given}
+
+
+def _with_parts(prompt: Sequence[Message], uris: Iterable[str]) -> list[Message]:
+    """A conversation whose contents with images are the parts of OpenAI's messages."""
+    left = list(uris)
+    if not left:
+        return [*prompt]
+    messages = []
+    for message in prompt:
+        first, *rest = str(message.get("content") or "").split(WRITTEN)
+        parts: list[dict[str, Any]] = [{"type": "text", "text": first}] * bool(first)
+        for text in rest:
+            parts.append({"type": "image_url", "image_url": {"url": left.pop(0)}})
+            parts += [{"type": "text", "text": text}] * bool(text)
+        messages.append({**message, "content": parts} if rest else message)
+    return messages
+
+
+def _data_uri(image: ImageReference) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png(image.image())).decode()}"
 
 
 async def read_reply(response: httpx2.Response, count: int, address: Address, key: str) -> Reply:

@@ -1,16 +1,17 @@
 """Python functions as reward components: `f(prompts, completions, **columns) -> list[float | None]`.
 
-Coroutine functions work as well. The signature is that of TRL's reward functions; completions are always text. Those of
-verl and OpenRLHF are called by foreign.py.
+Coroutine functions work as well. A function that names `images` gets the images of each prompt. The signature is that
+of TRL's reward functions; completions are always text. Those of verl and OpenRLHF are called by foreign.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +22,9 @@ from hybrid_rlhf.rl.rewards.components import RESERVED, CompletionTexts, Compone
 from hybrid_rlhf.rl.rewards.foreign import as_reward
 from hybrid_rlhf.runtime.background import BackgroundCall, CallTimeout, retry_delay_seconds
 from hybrid_rlhf.runtime.observability.logs import logger
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 RewardFunction = Callable[..., Any]
 MAX_HANGING_CALLS = 4
@@ -44,6 +48,7 @@ class FunctionReward(RewardComponent):
         """
         super().__init__(config)
         self._function = load_function(config.function or "")
+        self.reads_images = "images" in inspect.signature(self._function).parameters
         self._timeout_seconds = config.timeout_seconds
         self._retries = config.most_retries
         self._device = device
@@ -116,6 +121,8 @@ class FunctionReward(RewardComponent):
         try:
             # Copies, so that other components and the next attempt do not see changes that the function makes.
             columns = {name: list(values) for name, values in texts.columns.items()}
+            if self.reads_images:
+                columns["images"] = _decoded(texts)
             values = self._function(prompts=list(texts.prompts), completions=list(texts.completions), **columns)
             if inspect.isawaitable(values):
                 values = asyncio.run(self._await(values))
@@ -141,6 +148,12 @@ class FunctionReward(RewardComponent):
             if not call.has_ended(_CANCELLED_SECONDS):
                 self._hanging.append(call)
             return ComponentScores.failed(count, f"it took longer than {self._timeout_seconds:g} s")
+
+
+def _decoded(texts: CompletionTexts) -> list[list[Image.Image]]:
+    """The images of each completion; those of equal prompts are the same object."""
+    read = functools.cache(lambda image: image.image())
+    return [[read(image) for image in of_row] for of_row in texts.images or [[] for _ in texts.prompts]]
 
 
 def _explanation(error: BaseException) -> str:

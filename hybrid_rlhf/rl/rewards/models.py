@@ -21,6 +21,7 @@ from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.data.chat.conversation import encode_completion
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.collation import padded
+from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.data.rows.stepwise import SEPARATOR_KEY, StepwiseTokens, encode_steps
 from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.models.policy import scores_at_end
@@ -109,10 +110,14 @@ class ModelReward(_PresentModel):
         self._end = end
 
     def _score(self, batch: RewardBatch) -> ComponentScores:
-        values = self._values(batch, lambda indices: self._read(batch.rows(indices)))
+        def read(indices: Sequence[int | None]) -> Tensor:
+            rows = batch.rows(indices)
+            return self._read(rows, batch.images_of(rows))
+
+        values = self._values(batch, read)
         return ComponentScores.read(values, len(values))
 
-    def _read(self, batch: Rollout) -> Tensor:
+    def _read(self, batch: Rollout, images: list[list[ImageReference]] | None) -> Tensor:
         """Scores of a micro-batch; rows that end with the end of a turn get the tokens after it, if the model has the
         positions."""
         last, tail = self._end or (-1, ())
@@ -126,7 +131,7 @@ class ModelReward(_PresentModel):
         places = lengths[ended[:, 0]] + torch.arange(len(tail), device=ids.device)
         ids[ended, places] = torch.tensor(tail, dtype=ids.dtype, device=ids.device)
         mask[ended, places] = True
-        return scores_at_end(self._engine(ids, mask), mask)
+        return scores_at_end(self._engine(ids, mask, images=images), mask)
 
 
 class AbsentReward(RewardComponent):

@@ -11,9 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
+from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import turn_end
 from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.functional.masking import spread
+from hybrid_rlhf.models.families.vision import images_refused
+from hybrid_rlhf.rl.images import ImagesOf
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
@@ -69,6 +72,7 @@ class Reward:
         count: int,
         micro_batches: MicroBatchesOn,
         read_texts: Callable[[Rollout], CompletionTexts],
+        images_of: ImagesOf = lambda rollout: None,
         *,
         may_drop_all: bool = False,
         beside: Callable[[], None] = lambda: None,
@@ -81,6 +85,7 @@ class Reward:
             micro_batches: returns this rank's rows for a component, from its ranks; None is an empty row. Each row is
                 on exactly one rank, and all have the same number of micro-batches.
             read_texts: returns rows as text; called only if a component of this rank reads text.
+            images_of: returns the images of rows.
             may_drop_all: true if all rows may be dropped.
             beside: called after functions and endpoints have started, before any rank waits for another.
 
@@ -88,7 +93,7 @@ class Reward:
             UserError: on every rank, when a component whose on_failure is stop fails for a row on any rank, or all rows
                 are dropped and may_drop_all is false.
         """
-        batches = self._batches(rows, micro_batches, read_texts)
+        batches = self._batches(rows, micro_batches, read_texts, images_of)
         pending = [component.begin(batch) for component, batch in zip(self._components, batches, strict=True)]
         beside()
         scores = [finish() for finish in pending]
@@ -124,10 +129,11 @@ class Reward:
                     len(of_rows),
                 )
 
-    def require_columns(self, rows: Callable[[], Iterable[Mapping[str, object]]]) -> None:
+    def require_columns(self, rows: Callable[[], Iterable[Mapping[str, object]]], *, has_images: bool = False) -> None:
         """Check that the data has the columns that the components need; `rows` starts to read it."""
+        images = [{"images": None}] * has_images
         for component in self._components:
-            component.require_columns(rows())
+            component.require_columns({**row, **given} for row in rows() for given in images or [{}])
 
     def micro_batches(self, micro_batches: MicroBatchesOn) -> list[list[int | None]]:
         """Numbers of the rows that this rank's components read, component by component."""
@@ -137,17 +143,25 @@ class Reward:
         return micro_batches(component.world or self._world)
 
     def _batches(
-        self, rows: LocalRows[Rollout], micro_batches: MicroBatchesOn, read_texts: Callable[[Rollout], CompletionTexts]
+        self,
+        rows: LocalRows[Rollout],
+        micro_batches: MicroBatchesOn,
+        read_texts: Callable[[Rollout], CompletionTexts],
+        images_of: ImagesOf,
     ) -> list[RewardBatch]:
         """This rank's rows for each component."""
         reads_text = any(component.reads_text for component in self._components)
+        reads_images = any(component.reads_images for component in self._components)
         shared: dict[tuple[int, ...], RewardBatch] = {}
         batches = []
         for component in self._components:
             key = (component.world or self._world).members
             if key not in shared:
-                batch = RewardBatch(rows, self._micro_batches(component, micro_batches), _NO_TEXT)
-                texts = read_texts(rows(batch.numbers)) if reads_text else _NO_TEXT
+                batch = RewardBatch(rows, self._micro_batches(component, micro_batches), _NO_TEXT, images_of)
+                of_rank = rows(batch.numbers)
+                texts = read_texts(of_rank) if reads_text else _NO_TEXT
+                if reads_images:
+                    texts = replace(texts, images=images_of(of_rank))
                 shared[key] = replace(batch, texts=texts)
             batches.append(shared[key])
         return batches
@@ -237,6 +251,7 @@ def build_reward(
     resolve: Callable[[str], str],
     load_tokenizer: Callable[[str], PreTrainedTokenizerBase],
     build_engine: Callable[[str, str], RoleModel],
+    has_images: bool = False,
 ) -> Reward:
     """A reward from its config. Every rank calls.
 
@@ -247,6 +262,7 @@ def build_reward(
         resolve: returns a path that can be loaded, from the name of a model in the config.
         load_tokenizer: returns the tokenizer of a resolved path.
         build_engine: returns the frozen engine of a component from its name and resolved path.
+        has_images: prompts may have images.
 
     Raises:
         UserError: on every rank, for components of the same name, or a function or API key that any rank lacks.
@@ -257,14 +273,26 @@ def build_reward(
         for component in components:
             if component.model is None:
                 background[component.label] = _background_part(component, world)
+                require(
+                    not (has_images and component.protocol == "openrlhf" and component.urls),
+                    f"reward component {component.label} must have the protocol scores to read images, got openrlhf: "
+                    "leave it out",
+                )
 
     def build(component: RewardComponentConfig) -> RewardComponent:
         if component.model is None:
             return background[component.label]
         path = resolve(component.model)
         reward_tokenizer = load_tokenizer(path)
-        engine = build_engine(component.label, path)
         reads_tokens = component.steps == "last" and tokenizes_alike(reward_tokenizer, tokenizer)
+        require(
+            reads_tokens or not has_images,
+            f"reward model {component.label} must read the tokens of the actor to read images, {path} reads texts: use "
+            "a model with the actor's tokens and chat template",
+        )
+        engine = build_engine(component.label, path)
+        if has_images and engine.world.is_member and (refusal := images_refused(engine.config)):
+            raise UserError(f"reward model {component.label} must read the images of the rows: {refusal}")
         with shared_user_errors(world):
             if not engine.world.is_member:
                 return AbsentReward(component, engine, logged_alone=not reads_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig
-from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine, model_images
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import EngineFacts, Role
 from hybrid_rlhf.engines.hybrid import AbsentActor
@@ -22,10 +23,12 @@ from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
 from hybrid_rlhf.loop.setup import (
     require_positions,
     require_same_tokens,
+    require_vision,
     resolve,
     warm_start_folder,
 )
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.rl.images import ImageCatalogue
 from hybrid_rlhf.rl.rewards import Reward, build_reward
 from hybrid_rlhf.rl.roles.placing import reference_path_of, residency_of
 from hybrid_rlhf.rl.roles.roles import Roles
@@ -42,6 +45,7 @@ def build_roles(
     tokenizer: PreTrainedTokenizerBase,
     *,
     updates: int,
+    images: ImageCatalogue | None = None,
 ) -> Roles:
     """The models that the algorithm needs, each on its ranks. Every rank of the run calls.
 
@@ -52,6 +56,7 @@ def build_roles(
         actor_path: resolved path of the actor's initial weights.
         tokenizer: tokenizer of the actor.
         updates: number of updates of the actor in the whole run, for its schedule.
+        images: the images of the prompts; none: there are none.
 
     Raises:
         UserError: when a model cannot be loaded, or critic, reference or teacher differ from the actor in
@@ -64,10 +69,12 @@ def build_roles(
     for role, path in (("critic", critic_path), ("reference", reference_path), ("teacher", teacher_path)):
         if path is not None:
             require_same_tokens(role, path, tokenizer, config.model)
+            if images is not None:
+                require_vision(f"the {role}", path, config.model)
     build = _Builder(config, run, placement, updates)
     actor = build.actor(actor_path)
     critic = None if critic_path is None else build.critic(critic_path, actor)
-    reward = build.reward(tokenizer)
+    reward = build.reward(tokenizer, has_images=images is not None)
     reference = None if reference_path is None else build.frozen("reference", reference_path, role="reference")
     if reference is not None and config.reference.refresh_every and actor.facts.weights != reference.facts.weights:
         raise UserError(
@@ -75,7 +82,7 @@ def build_roles(
             "leave reference.path out"
         )
     copy = None if critic is None else build.critic_copy(critic)
-    sampler = build.sampler(actor, tokenizer)
+    sampler = build.sampler(actor, tokenizer, None if images is None else actor_path)
     return Roles(
         run.world,
         actor,
@@ -86,13 +93,20 @@ def build_roles(
         copy,
         None if teacher_path is None else build.frozen("teacher", teacher_path, role="reference"),
         reference_beside_rewards=placement.reference_beside_rewards,
+        images=images,
         close=build.close,
     )
 
 
-def build_reward_alone(config: RLConfig, run: Run, placement: Placement, tokenizer: PreTrainedTokenizerBase) -> Reward:
+def build_reward_alone(
+    config: RLConfig,
+    run: Run,
+    placement: Placement,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageCatalogue | None = None,
+) -> Reward:
     """The reward of a step without the other roles; see `build_roles`."""
-    return _Builder(config, run, placement, updates=0).reward(tokenizer)
+    return _Builder(config, run, placement, updates=0).reward(tokenizer, has_images=images is not None)
 
 
 class _Builder:
@@ -105,6 +119,8 @@ class _Builder:
         self._updates = updates
         self._rollout = replace(config.rollout, tensor_parallel=placement.sampler.tensor_parallel)
         self._residency = residency_of(config, placement, run.world)
+        self._images = functools.cache(lambda path: model_images(path, config.model))
+        """What engines of the same path share to read images."""
         self.close: Callable[[], None] = lambda: None
         """Ends the processes that engines have started."""
 
@@ -137,7 +153,10 @@ class _Builder:
         # selected completions are learned as in SFT
         return replace(spec, learning="sft") if self._config.algorithm.selects else spec
 
-    def sampler(self, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> SamplingEngine | None:
+    def sampler(
+        self, actor: Actor, tokenizer: PreTrainedTokenizerBase, image_path: str | None = None
+    ) -> SamplingEngine | None:
+        """A sampler with ranks or processes of its own; `image_path`: of the model that reads the images of prompts."""
         placement = self._placement
         faults = self._config.faults
         if self._rollout.backend == "vllm" and actor.world.is_member:
@@ -162,6 +181,7 @@ class _Builder:
                 max_logprob_diff=faults.max_logprob_diff,
                 weight_check_every=faults.weight_check_every,
                 check_weights=faults.check_weights,
+                images=None if image_path is None else self._images(image_path),
             )
 
     def critic(self, path: str, actor: Actor) -> RoleModel:
@@ -182,7 +202,7 @@ class _Builder:
                 critic, self._placement, world=self._run.world, check_weights=self._config.faults.check_weights
             )
 
-    def reward(self, tokenizer: PreTrainedTokenizerBase) -> Reward:
+    def reward(self, tokenizer: PreTrainedTokenizerBase, *, has_images: bool = False) -> Reward:
         config = self._config
         run = self._run
         return build_reward(
@@ -196,6 +216,7 @@ class _Builder:
                 chat_template_kwargs=config.data.chat_template_kwargs,
             ),
             build_engine=lambda name, path: self.frozen(name, path, role="reward"),
+            has_images=has_images,
         )
 
     def frozen(self, name: str, path: str, *, role: Role) -> RoleModel:
@@ -212,6 +233,7 @@ class _Builder:
             deepspeed_overrides=read_overrides(config.deepspeed_config),
             heads=None,
             offload_weights=residency.visits("weights"),
+            images=self._images(path),
         )
         return self._engine(spec, name)
 
@@ -219,7 +241,10 @@ class _Builder:
         config = self._config
         zero = self._residency[role].zero(self._placement[role].zero)
         overrides = read_overrides(config.deepspeed_config)
-        return EngineSpec(role, path, config.model, zero, config.seed, optimizer, lora, self._updates, overrides)
+        images = self._images(path)
+        return EngineSpec(
+            role, path, config.model, zero, config.seed, optimizer, lora, self._updates, overrides, images=images
+        )
 
     def _engine(self, spec: EngineSpec, name: str) -> RoleModel:
         part = self._part(name)

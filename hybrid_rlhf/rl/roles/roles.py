@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
 from hybrid_rlhf.engines.role_model import Actor, Reader, RoleModel
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
+from hybrid_rlhf.rl.images import ImageCatalogue
 from hybrid_rlhf.rl.rewards import Reward
+from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.world import World
 
 
@@ -34,6 +37,8 @@ class Roles:
     """None without on-policy distillation."""
     reference_beside_rewards: bool = False
     """True if the reference and the reward models have no rank in common, and so read at the same time."""
+    images: ImageCatalogue | None = None
+    """The images of the run's prompts; None if there are none."""
     close: Callable[[], None] = lambda: None
     """Ends the processes that the roles have started."""
 
@@ -41,6 +46,10 @@ class Roles:
     def sampler(self) -> SamplingEngine:
         """The engine that samples completions."""
         return self.actor if self.separate_sampler is None else self.separate_sampler
+
+    def images_of(self, rollout: Rollout) -> list[list[ImageReference]] | None:
+        """The images of each row, for the engines; None in a run without images."""
+        return None if self.images is None else self.images(rollout)
 
     @property
     def learners(self) -> dict[str, RoleModel]:

@@ -17,10 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
+from hybrid_rlhf.generation.batching.images import PromptImages
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed, with_seed
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
+from hybrid_rlhf.rl.images import ImageCatalogue, digests_of
 from hybrid_rlhf.rl.rollouts.in_flight import AssignedPrompt
 from hybrid_rlhf.rl.rollouts.live import LiveBatch
 from hybrid_rlhf.rl.rollouts.lock_step import LockStep
@@ -62,10 +64,12 @@ class RolloutSampler:
         timers: Timers,
         tokenizer: PreTrainedTokenizerBase | None = None,
         environments: EpisodeRunner | None = None,
+        images: ImageCatalogue | None = None,
     ) -> None:
         """Take the engine that samples, the settings, all ranks of the run, and the tokens that end a completion.
 
-        The tokenizer is needed for stop strings, `environments` for multi-turn episodes.
+        The tokenizer is needed for stop strings, `environments` for multi-turn episodes, `images` for prompts with
+        images.
         """
         self.engine = engine
         self.config = config
@@ -77,6 +81,7 @@ class RolloutSampler:
         self.tokenizer = tokenizer
         self.timers = timers
         self._environments = environments
+        self._images = images
         self._recorded_prompts = config.recorded_prompts(sys.maxsize)
         """Number of prompts of a rollout whose completions have their experts recorded."""
         self.live: LiveBatch | None = None
@@ -203,11 +208,21 @@ class RolloutSampler:
                 begun=[prompt.begun for prompt in prompts],
                 until=range(len(mine)) if waiting else None,
                 rows=sum(prompt.params.n for prompt in mine) if waiting else None,
+                images=self._prompt_images(generation, prompts),
             )
         return samples[: len(mine)], [
             replace(prompt, begun=begun if any(completion.token_ids for completion in begun) else ())
             for prompt, begun in zip(waiting, samples[len(mine) :], strict=True)
         ]
+
+    def _prompt_images(
+        self, generation: GenerationEngine, prompts: Sequence[AssignedPrompt]
+    ) -> list[PromptImages | None]:
+        """The images of prompts for the engine; empty in a run without images."""
+        if self._images is None or generation.image_reader is None:
+            return []
+        reader = generation.image_reader()
+        return [reader.prompt_images(prompt.row["input_ids"], self._images.of_prompt(prompt.row)) for prompt in prompts]
 
     def _played(
         self,
@@ -252,4 +267,6 @@ class RolloutSampler:
 
 def _episode(prompt: AssignedPrompt, sample: Completion | Episode) -> Episode:
     """A sample of a prompt as an episode."""
-    return sample if isinstance(sample, Episode) else Episode.of(list(prompt.row["input_ids"]), sample)
+    if isinstance(sample, Episode):
+        return sample
+    return Episode.of(list(prompt.row["input_ids"]), sample, digests_of(prompt.row))

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.data.chat.reasoning import text_decoder
 from hybrid_rlhf.functional.masking import masked_mean
 from hybrid_rlhf.loop.non_finite import json_numbers
+from hybrid_rlhf.rl.rewards.components import read_prompt
 from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.runtime.observability.token_records import COLUMN
 
@@ -51,7 +52,7 @@ class SampleTexts:
                 "index": number,
                 "group": groups[row],
                 "prompt_row": prompts[row],
-                "prompt": json.loads(self._prompts[prompts[row]]["prompt"]),
+                "prompt": read_prompt(self._prompts[prompts[row]]),
                 "columns": _short(json.loads(self._prompts[prompts[row]]["columns"])),
                 "completion": sample_text(rollout, row, self._tokenizer),
                 "length": lengths[row],

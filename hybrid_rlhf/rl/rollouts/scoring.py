@@ -92,6 +92,7 @@ class RolloutScorer:
                 len(index),
                 reading.micro_batches_on,
                 lambda rows: CompletionTexts.read(prompts, rows, self._tokenizer),
+                self._roles.images_of,
                 may_drop_all=refill,
                 beside=lambda: ref.update(self._read_reference(reading) if reads_ref else {}),
             )
@@ -230,7 +231,12 @@ class RolloutScorer:
 
         def read(batch: Rollout) -> tuple[Tensor, Tensor]:
             values = actor(
-                batch.input_ids, batch.attention_mask, batch.response_mask, temperature, routes=batch.padded_routes
+                batch.input_ids,
+                batch.attention_mask,
+                batch.response_mask,
+                temperature,
+                routes=batch.padded_routes,
+                images=self._roles.images_of(batch),
             )
             if actor.router_agreement is not None:
                 agreement.add_(actor.router_agreement)
@@ -241,13 +247,19 @@ class RolloutScorer:
     def _read_critic(self, reading: _Reading) -> dict[str, dict[int, Tensor]]:
         """Values of this rank's rows, without entries on a rank without critic."""
         reader = self._reader_of_values
-        return reading.values(
-            reader, lambda batch: (values_before(reader(batch.input_ids, batch.attention_mask)),), "old_values"
-        )
+
+        def read(batch: Rollout) -> tuple[Tensor]:
+            images = self._roles.images_of(batch)
+            return (values_before(reader(batch.input_ids, batch.attention_mask, images=images)),)
+
+        return reading.values(reader, read, "old_values")
 
     def _logprobs_of(self, engine: Reader) -> Callable[[Rollout], tuple[Tensor, ...]]:
         temperature = self._config.sampling.temperature
-        return lambda batch: engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)[:1]
+        images_of = self._roles.images_of
+        return lambda batch: engine(
+            batch.input_ids, batch.attention_mask, batch.response_mask, temperature, images=images_of(batch)
+        )[:1]
 
 
 class _Reading:

@@ -24,6 +24,7 @@ from hybrid_rlhf.functional.losses import (
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
+from hybrid_rlhf.rl.images import ImagesOf
 from hybrid_rlhf.rl.types import Batch, Rollout
 
 ROUTES_USED = ("routes_used", "routes_recorded")
@@ -69,9 +70,18 @@ class _Correction:
 class PolicyLoss:
     """Computes the actor's loss on micro-batches."""
 
-    def __init__(self, actor: Actor, algorithm: Algorithm, *, temperature: float, max_tokens: int) -> None:
-        """Take the actor, the algorithm, and the rollout's temperature and longest completion."""
+    def __init__(
+        self,
+        actor: Actor,
+        algorithm: Algorithm,
+        *,
+        temperature: float,
+        max_tokens: int,
+        images_of: ImagesOf = lambda rollout: None,
+    ) -> None:
+        """Take the actor, the algorithm, the rollout's temperature and longest completion, and the images of rows."""
         self._actor = actor
+        self._images_of = images_of
         self._algorithm = algorithm
         self._config = algorithm.config
         entropy = algorithm.entropy
@@ -91,6 +101,7 @@ class PolicyLoss:
             rollout.response_mask,
             self._temperature,
             routes=rollout.padded_routes,
+            images=self._images_of(rollout),
         )
         batch = batch.for_loss(actor.device)
         rollout = batch.rollout

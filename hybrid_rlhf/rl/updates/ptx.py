@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from datasets import Dataset
 
 from hybrid_rlhf.configs.sections.training import MicroBatches
-from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
+from hybrid_rlhf.data.collation import TokenBatch, collate_tokens, images_of
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.runtime.world import World
 
@@ -22,6 +24,7 @@ class PtxBatches:
         seed: int,
         pad_token_id: int,
         world: World,
+        has_images: bool = False,
     ) -> None:
         self.loader = BatchLoader(
             rows,
@@ -35,7 +38,9 @@ class PtxBatches:
         """Its state is the position, which is restored before the first batch is taken."""
         self._parts = self.loader.iterate()
         self._pad_token_id = pad_token_id
+        self._has_images = has_images
 
     def __next__(self) -> list[TokenBatch]:
         """Return the micro-batches of the next update."""
-        return [collate_tokens(part, self._pad_token_id) for part in next(self._parts)]
+        batches = [(part, collate_tokens(part, self._pad_token_id)) for part in next(self._parts)]
+        return [replace(batch, images=images_of(part)) if self._has_images else batch for part, batch in batches]

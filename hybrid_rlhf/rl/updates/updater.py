@@ -236,7 +236,11 @@ class Updater:
         self._config = algorithm.config
         self._correction = algorithm.correction
         self.policy_loss = PolicyLoss(
-            roles.actor, algorithm, temperature=rollout.sampling.temperature, max_tokens=rollout.sampling.max_new_tokens
+            roles.actor,
+            algorithm,
+            temperature=rollout.sampling.temperature,
+            max_tokens=rollout.sampling.max_new_tokens,
+            images_of=roles.images_of,
         )
         self.average = average
         self.ptx = ptx_batches
@@ -348,7 +352,9 @@ class Updater:
 
     def value_loss(self, critic: RoleModel, batch: Batch) -> LossSum:
         """The critic's loss on a micro-batch."""
-        values = values_before(critic(batch.rollout.input_ids, batch.rollout.attention_mask))
+        rollout = batch.rollout
+        images = self._roles.images_of(rollout)
+        values = values_before(critic(rollout.input_ids, rollout.attention_mask, images=images))
         batch = batch.for_loss(critic.device)
         rollout = batch.rollout
         returns = batch.returns
@@ -410,7 +416,7 @@ class Updater:
             texts = next(self.ptx)
             ptx_count = global_count(sum(int(text.loss_mask.sum()) for text in texts), actor.world)
             for text in texts:
-                predicted, _ = actor(text.input_ids, text.attention_mask, text.loss_mask)
+                predicted, _ = actor(text.input_ids, text.attention_mask, text.loss_mask, images=text.images)
                 loss = sft_loss(predicted, mask=moved(text.loss_mask, actor.device))
                 actor.backward(self._ptx_coef * loss.total, count=ptx_count)
                 sums["ptx"].add(loss)

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.sft import DistillConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
+from hybrid_rlhf.data.images.references import tokenised_images
 from hybrid_rlhf.data.packing import row_sequences
 from hybrid_rlhf.data.row_views import RowSequence, augmented_rows
 from hybrid_rlhf.engines.engine import ModelEngine
@@ -86,12 +87,19 @@ class DistillObjective(Objective[DistillBatch]):
         if not isinstance(engine, HybridEngine) or draw >= self._config.on_policy_fraction:
             return batches
         sequences_of = [self._sequences(batch, step) for batch in batches]
-        requests = [request for pairs in sequences_of for _, request in pairs if request is not None]
+        asked = [(row, request) for pairs in sequences_of for row, request in pairs if row is not None and request]
         generation_config = engine.lm.generation_config
         stop = stop_token_ids(self._tokenizer, generation_config.eos_token_id if generation_config else None)
         with engine.inference(stop_token_ids=stop) as generation:
+            reader = generation.image_reader() if self._has_images and generation.image_reader else None
             completions = iter(
-                generation.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+                generation.generate(
+                    [prompt for _, (prompt, _) in asked],
+                    [params for _, (_, params) in asked],
+                    images=[]
+                    if reader is None
+                    else [reader.prompt_images(prompt, tokenised_images(row)) for row, (prompt, _) in asked],
+                )
             )
         replaced = []
         for batch, pairs in zip(batches, sequences_of, strict=True):

@@ -9,14 +9,15 @@ from hybrid_rlhf.cli.saved_models.evaluation.held_out import source_rows
 from hybrid_rlhf.cli.saved_models.loading import load_engine
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
-from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
+from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.rows.formats import PromptRow, read_prompt_row
+from hybrid_rlhf.generation.image_loading import PromptEncoder
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 
 def read_prompts(config: EvaluateConfig) -> list[tuple[str, PromptRow]]:
     """The prompts to complete, each with its location for errors."""
-    return [(where, read_prompt_row(where, row)) for where, row in source_rows(config)]
+    return [(where, read_prompt_row(where, row, refusal="")) for where, row in source_rows(config)]
 
 
 def complete(
@@ -34,15 +35,21 @@ def complete(
     """
     engine, tokenizer = load_engine(config, name=model)
     try:
-        encoded = [encode_prompt(row.messages, tokenizer, tools=row.tools) for _, row in prompts]
-        for (where, _), ids in zip(prompts, encoded, strict=True):
+        encode = PromptEncoder(tokenizer, engine.image_reader, max_pixels=config.max_image_pixels)
+        encoded = [encode(where, row.messages, row.images, tools=row.tools) for where, row in prompts]
+        for (where, _), (ids, _) in zip(prompts, encoded, strict=True):
             if len(ids) > config.max_length:
                 raise UserError(
                     f"{where}: a prompt may have max_length {config.max_length} tokens, it has {len(ids)}: raise it"
                 )
         sampling = config.sampling if config.sampling.seed is not None else replace(config.sampling, seed=config.seed)
         progress = ProgressLog("completing", total=len(prompts) * sampling.n, unit="completions")
-        sampled = engine.generate(encoded, sampling, on_completed=progress.advance)
+        sampled = engine.generate(
+            [ids for ids, _ in encoded],
+            sampling,
+            on_completed=progress.advance,
+            images=[images for _, images in encoded],
+        )
     finally:
         engine.close()  # the next model needs its memory
     return [[completion_text(completion.token_ids, tokenizer) for completion in samples] for samples in sampled]

@@ -16,11 +16,13 @@ from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement, bootstr
 from hybrid_rlhf.cli.saved_models.loading import Place, load_lm, load_scorer
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
-from hybrid_rlhf.data.collation import collate_preferences, collate_tokens
-from hybrid_rlhf.data.encoding import encode_conversation_row, encode_preference_row
+from hybrid_rlhf.data.collation import collate_preferences, collate_tokens, images_of
+from hybrid_rlhf.data.encoding import encode_preference_row, encode_sft_row
+from hybrid_rlhf.data.images.expansion import ImageRules
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.formats import head_index, read_sft_row
+from hybrid_rlhf.data.rows.formats import head_index
 from hybrid_rlhf.data.rows.sources import open_source
+from hybrid_rlhf.generation.image_loading import ImageLoader
 from hybrid_rlhf.models.policy import Policy, of_heads, scores_at_end
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
@@ -35,16 +37,19 @@ def source_rows(config: EvaluateConfig) -> Iterator[tuple[str, Row]]:
 def perplexity(config: EvaluateConfig, place: Place) -> Measurement:
     """Perplexity of the tokens that the assistant generates, counted as in SFT; the interval is over conversations."""
     encoded: list[dict[str, Any]] = []
+    rules = place.image_rules(config.max_image_pixels)
     for number, (where, row) in enumerate(source_rows(config)):
-        encoded_rows = encode_conversation_row(where, read_sft_row(where, row), place.tokenizer, config.max_length)
+        encoded_rows = encode_sft_row(where, row, place.tokenizer, config.max_length, images=rules)
         encoded += [columns | {"number": number} for columns in encoded_rows]
     usable = _usable(encoded, config)
+    images = _loader(rules, usable)
     policy = Policy(load_lm(place))
     losses = np.zeros(encoded[-1]["number"] + 1)
     tokens = np.zeros(encoded[-1]["number"] + 1)
     for rows in _batches(usable, config.batch_rows):
         batch = collate_tokens(rows, int(place.tokenizer.pad_token_id))  # type: ignore[arg-type]
-        logprobs, _ = policy(batch.input_ids, batch.attention_mask, batch.loss_mask, device=place.device)
+        given = None if images is None else images.images(images_of(rows))
+        logprobs, _ = policy(batch.input_ids, batch.attention_mask, batch.loss_mask, images=given, device=place.device)
         for row, loss, count in zip(rows, -logprobs.double().sum(dim=1).cpu(), batch.loss_mask.sum(dim=1), strict=True):
             losses[row["number"]] += float(loss)
             tokens[row["number"]] += int(count)
@@ -68,16 +73,20 @@ def accuracy(config: EvaluateConfig, place: Place) -> Measurement:
     """Share of the pairs in which the chosen completion has the higher score; the interval is over rows."""
     scorer = load_scorer(place)
     encoded: list[dict[str, Any]] = []
+    rules = place.image_rules(config.max_image_pixels)
     for where, row in source_rows(config):
         head = {"head": head_index(where, row, scorer.heads)} if scorer.heads else {}
-        encoded_rows = encode_preference_row(where, row, place.tokenizer, config.max_length)
+        encoded_rows = encode_preference_row(where, row, place.tokenizer, config.max_length, images=rules)
         encoded += [columns | head for columns in encoded_rows]
+    usable = _usable(encoded, config)
+    images = _loader(rules, usable)
     correct: list[float] = []
     margins: list[float] = []
     pairs = 0
-    for rows in _batches(_usable(encoded, config), config.batch_rows):
+    for rows in _batches(usable, config.batch_rows):
         batch = collate_preferences(rows, int(place.tokenizer.pad_token_id))  # type: ignore[arg-type]
-        outputs = scorer.model(batch.input_ids, batch.attention_mask, device=place.device).cpu()
+        given = None if images is None else images.images(images_of(rows))
+        outputs = scorer.model(batch.input_ids, batch.attention_mask, images=given, device=place.device).cpu()
         scores = scores_at_end(of_heads(outputs, batch.head), batch.attention_mask)
         margin = scores[batch.chosen_index] - scores[batch.rejected_index]
         of_row = batch.row[batch.chosen_index]
@@ -96,6 +105,11 @@ def accuracy(config: EvaluateConfig, place: Place) -> Measurement:
             **_lost(encoded),
         },
     )
+
+
+def _loader(rules: ImageRules, rows: Sequence[dict[str, Any]]) -> ImageLoader | None:
+    """What loads the images of rows; None if there are none."""
+    return ImageLoader(rules.layout) if any(row.get("images") for row in rows) else None  # type: ignore[arg-type]
 
 
 def _usable(encoded: Sequence[dict[str, Any]], config: EvaluateConfig) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hybrid_rlhf.cli.saved_models.evaluation.completing import complete, read_prompts
@@ -9,6 +11,10 @@ from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement, bootstr
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.sections.rewards import VERIFIERS, RewardComponentConfig
+from hybrid_rlhf.data.images.expansion import ImageRules
+from hybrid_rlhf.data.images.references import ImageReference
+from hybrid_rlhf.data.rows.formats import PromptRow
+from hybrid_rlhf.data.rows.placing import with_written_images
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
@@ -23,14 +29,16 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
     """
     reward = _verified_reward(config)
     prompts = read_prompts(config)
-    reward.require_columns(row.columns for _, row in prompts)
+    reward.require_columns(row.columns | ({"images": row.images} if row.images else {}) for _, row in prompts)
     samples = complete(config, prompts)
+    asked = [with_written_images(row.messages) for _, row in prompts]
     count = config.sampling.n
     columns = dict.fromkeys(name for _, row in prompts for name in row.columns)
     texts = CompletionTexts(
-        [row.messages for _, row in prompts for _ in range(count)],
+        [messages for messages in asked for _ in range(count)],
         [text for of_prompt in samples for text in of_prompt],
         {name: [row.columns.get(name) for _, row in prompts for _ in range(count)] for name in columns},
+        _images(config, prompts) if reward.reads_images else None,
     )
     logger.info("scoring %d completions by %s", len(texts), config.reward)
     component_scores = reward.score(texts)
@@ -54,13 +62,20 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
             "completions": len(scores),
         },
         [
-            {"prompt": row.messages, "completions": of_prompt, "rewards": rewards}
+            {"prompt": messages, "completions": of_prompt, "rewards": rewards}
             | ({"reasons": reasons[start : start + count]} if reasons else {})
-            for start, (_, row), of_prompt, rewards in zip(
-                range(0, len(scores), count), prompts, samples, by_prompt, strict=True
+            for start, messages, of_prompt, rewards in zip(
+                range(0, len(scores), count), asked, samples, by_prompt, strict=True
             )
         ],
     )
+
+
+def _images(config: EvaluateConfig, prompts: Sequence[tuple[str, PromptRow]]) -> list[list[ImageReference]]:
+    """The images of each completion."""
+    rules = ImageRules(max_pixels=config.max_image_pixels)
+    of_prompts = [rules.references(where, row.images) for where, row in prompts]
+    return [images for images in of_prompts for _ in range(config.sampling.n)]
 
 
 def _verified_reward(config: EvaluateConfig) -> FunctionReward | VerifierReward:

@@ -40,24 +40,26 @@ from hybrid_rlhf.data.preparation.conversion.turns import (
 )
 from hybrid_rlhf.data.rows.files import Row, json_line
 from hybrid_rlhf.data.rows.formats import read_labelled_row, read_preference_row, read_prompt_row, read_sft_row
+from hybrid_rlhf.data.rows.placing import IMAGE_COLUMNS, listed_images
 from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.published import MATCHES, MESSAGE_COLUMNS, SHARED, detected_format
 from hybrid_rlhf.data.rows.sources import found_columns, open_source
 from hybrid_rlhf.runtime.files.atomic import whole_file
+from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 CONVERSIONS: dict[FormatName, Conversion] = {
     "hh": row_by_row(dialogue_pair),
-    "sharegpt": row_by_row(sharegpt_row),
+    "sharegpt": row_by_row(sharegpt_row, keeps_images=True),
     "ultrafeedback": row_by_row(ultrafeedback_row),
-    "alpaca": row_by_row(query_row),
+    "alpaca": row_by_row(query_row, keeps_images=True),
     "openassistant": tree_records,
     "helpsteer2": helpsteer2_records,
     "helpsteer3": row_by_row(helpsteer3_row),
     "nectar": row_by_row(nectar_row),
     "openai_comparisons": row_by_row(comparison_row),
-    "query": row_by_row(query_row),
-    "openai_messages": row_by_row(openai_row),
+    "query": row_by_row(query_row, keeps_images=True),
+    "openai_messages": row_by_row(openai_row, keeps_images=True),
 }
 assert CONVERSIONS.keys() == MATCHES.keys() == {*get_args(FormatName)} - {"auto"}
 
@@ -127,7 +129,9 @@ def convert(
         with whole_file(output) as file:
             for location, record in CONVERSIONS[chosen](counted(), ranked_as, problems):
                 with problems.collected():
-                    file.write(json_line(checked(location, record, ranked_as)))
+                    row = checked(location, record, ranked_as)
+                    _require_images(location, row, output.parent)
+                    file.write(json_line(row))
                     written += 1
             if problems.count and not skip_bad:
                 raise _Abandoned
@@ -173,14 +177,26 @@ def checked(location: str, record: Record, ranked_as: RankedAs) -> Row:
     """
     row = record.written(location, ranked_as) if isinstance(record, RankedCompletions) else record
     if "rejected" in row or "responses" in row:
-        read_preference_row(location, row)
+        read_preference_row(location, row, refusal="")
     elif "label" in row and "completion" in row:
-        read_labelled_row(location, row)
+        read_labelled_row(location, row, refusal="")
     elif set(row) & {"messages", "completion", "chosen"}:
-        read_sft_row(location, row)
+        read_sft_row(location, row, refusal="")
     else:
-        read_prompt_row(location, row)
+        read_prompt_row(location, row, refusal="")
     return row
+
+
+def _require_images(location: str, row: Row, folder: Path) -> None:
+    """Raise a UserError for a path of an image that is not one in the folder of the output."""
+    images = [image for name in IMAGE_COLUMNS for image in listed_images(row.get(name))]
+    paths = [image.get("path") if isinstance(image, dict) and not image.get("bytes") else image for image in images]
+    for path in paths:
+        if isinstance(path, str) and not path.startswith("data:") and not (folder / path).is_file():
+            raise UserError(
+                f"{location}: paths of images must be relative to the folder of the output, {shortened(path)!r} is not "
+                f"in {folder.absolute()}: write the output there"
+            )
 
 
 def _first(problems: RowProblems) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from hybrid_rlhf.configs.commands.data import RankedAs
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.images.expansion import TEXT_ONLY
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import require_text
 from hybrid_rlhf.data.rows.problems import RowProblems
@@ -71,13 +72,13 @@ Conversion = Callable[[Iterable[LocatedRow], RankedAs, RowProblems], Iterator[tu
 """From the rows of a source to records with their location; rows that cannot be converted are recorded as problems."""
 
 
-def row_by_row(convert: Callable[[str, Row], Record]) -> Conversion:
-    """The conversion of a format in which rows are independent of each other."""
+def row_by_row(convert: Callable[[str, Row], Record], *, keeps_images: bool = False) -> Conversion:
+    """The conversion of a format in which rows are independent of each other; `keeps_images`: with their images."""
 
     def conversion(rows: Iterable[LocatedRow], _: RankedAs, problems: RowProblems) -> Iterator[tuple[str, Record]]:
         for location, row in rows:
             with problems.collected():
-                require_text(location, row)
+                require_text(location, row, "" if keeps_images else TEXT_ONLY)
                 yield location, convert(location, row)
 
     return conversion

@@ -8,7 +8,8 @@ text of the user and its answer, under the names in published.py. OpenAI: `messa
 `preferred_output` and `non_preferred_output`. Each may have `tools`, `system` (or `system_prompt`) and `history`
 (pairs), which precede its turns, and `chosen` and `rejected` in place of the last turn. In each, `label` or `kto_tag`
 (LLaMA-Factory) makes the last turn a labelled completion, and `rejected_response` or `rejected_messages` (ms-swift) the
-turns after the last question the chosen ones of a pair.
+turns after the last question the chosen ones of a pair. Images (`images`, or LLaVA's `image`) stay as they are, and the
+text marks them by `<image>`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hybrid_rlhf.data.preparation.conversion.records import pair_row
 from hybrid_rlhf.data.preparation.conversion.tool_calls import CALL_ROLES, tools_column, with_tool_calls
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import column, read_label, shared_prefix, text_column
+from hybrid_rlhf.data.rows.placing import IMAGE_COLUMNS
 from hybrid_rlhf.data.rows.published import (
     CHOSEN,
     LABELS,
@@ -205,7 +207,7 @@ def _opened(location: str, row: Row, name: str) -> list[Any]:
 def _completed(location: str, row: Row, messages: list[Any], replies: list[list[Any]]) -> Row:
     """A conversation, or a pair if it has two replies, with the row's tools and margin."""
     turns = with_tool_calls(location, messages)
-    others = tools_column(location, row, turns)
+    others: Row = tools_column(location, row, turns) | {name: row[name] for name in IMAGE_COLUMNS if row.get(name)}
     if replies:
         chosen, rejected = (with_tool_calls(location, reply) for reply in replies)
         completed = pair_row(turns, chosen, rejected)
