@@ -13,6 +13,7 @@ Shapes: B rows, T time, N real tokens of all rows, M tokens that the model compu
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -146,9 +147,17 @@ class ImageEncoder:
         """`features` of arguments on the host."""
         return self.features({name: value.to(self.device) for name, value in arguments.items()})
 
+    @functools.cached_property
+    def _learns(self) -> bool:
+        """True if the tower is trained."""
+        of_text = {id(weight) for weight in text_model_of(self._lm).parameters()}
+        return any(weight.requires_grad and id(weight) not in of_text for weight in backbone_of(self._lm).parameters())
+
     def features(self, arguments: dict[str, Tensor]) -> list[Tensor]:
         """States [n, H] of the tokens of images, then those that are added after each of the first layers."""
-        output: Any = backbone_of(self._lm).get_image_features(**arguments, return_dict=True)
+        # also where checkpointing would store the states of a frozen tower
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._learns):
+            output: Any = backbone_of(self._lm).get_image_features(**arguments, return_dict=True)
         deep = getattr(output, "deepstack_features", None) or ()
         return [_joined(part) for part in (output.pooler_output, *deep)]
 

@@ -253,3 +253,17 @@ def test_a_student_learns_from_what_a_teacher_sees(family: str) -> None:
             apart = (theirs.exp() * (theirs - ours)).sum(dim=-1)
             expected += float(apart[mask[row, 1 : len(apart) + 1]].sum())
     assert float(total) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_frozen_tower_stores_nothing_for_a_backward(learns: bool) -> None:
+    """Checkpointing would store the inputs of its layers, as it asks for their gradients; the head is trained."""
+    lm = build_vision("qwen3_vl")
+    for name, weight in lm.named_parameters():
+        weight.requires_grad = learns or ".visual." not in name
+    lm.gradient_checkpointing_enable()
+    lm.enable_input_require_grads()
+    lm.train()
+    encoder = ImageEncoder(lm)
+    arguments = encoder.joined(row_images("qwen3_vl", [picture(1)]), torch.float32)
+    assert all(part.requires_grad == learns for part in encoder.features(arguments))
