@@ -1,7 +1,7 @@
 """Images: a tiny vision-language model learns the colour, shape and number of drawn shapes by SFT, then GRPO raises
 "shape?", the question that it answers worst.
 
-python examples/shapes.py [--output_dir FOLDER] [--sft_steps 300] [--rl_steps 100]
+python examples/shapes.py [--output_dir FOLDER] [--sft_steps 220] [--rl_steps 300]
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def main() -> None:
     """SFT, then GRPO."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("output/example_shapes"))
-    parser.add_argument("--sft_steps", type=int, default=300)
-    parser.add_argument("--rl_steps", type=int, default=100)
+    parser.add_argument("--sft_steps", type=int, default=220)
+    parser.add_argument("--rl_steps", type=int, default=300)
     options = parser.parse_args()
     start = options.output_dir / "untrained"
     write_model(start)
@@ -182,7 +182,7 @@ def main() -> None:
         model={"path": str(start), "vision": "train"},
         data={"sources": rows(32 * options.sft_steps, seed=1), **data},
         output_dir=options.output_dir / "sft",
-        optimizer={"lr": 2e-3},
+        optimizer={"lr": 1e-3},
         train={"global_batch_size": 32, "max_steps": options.sft_steps},
     ).train()
     before = accuracy(sft.models["model"])
@@ -190,10 +190,10 @@ def main() -> None:
         model={"path": sft.models["model"], "vision": "train"},
         data={"sources": rows(32 * options.rl_steps, seed=2), **data},
         output_dir=options.output_dir / "grpo",
-        algorithm="grpo",
+        algorithm={"name": "grpo", "mini_batches": 1, "kl": {"coef": 0.1}},
         reward=correct,
         rollout={"prompts_per_step": 32, "sampling": {"n": 8, "max_new_tokens": 10}},
-        actor={"optimizer": {"lr": 1e-4}},
+        actor={"optimizer": {"lr": 1.5e-4}},
         train={"max_steps": options.rl_steps},
     ).train()
     print(f"after SFT: {shown(before)}")
