@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoProcessor
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation.image_loading import image_rules
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES, images_refused
 from hybrid_rlhf.models.pretrained import processors
 from hybrid_rlhf.models.pretrained.processors import ImageProcessor
@@ -67,7 +68,7 @@ def test_refusals_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "(query tokens)" in str(images_refused(AutoConfig.for_model("blip-2")))
     assert "(not tested)" in str(images_refused(AutoConfig.for_model("aria")))
     folder = str(save_tiny(tmp_path, tiny_model()))
-    assert ImageProcessor.find(folder, load_tokenizer(folder)) is None
+    assert image_rules(folder, load_tokenizer(folder), max_pixels=1).layout is None
     with pytest.raises(UserError, match="images need a vision-language model, got LlamaForCausalLM: choose"):
         ImageProcessor.load(folder, load_tokenizer(folder))
     monkeypatch.setattr(processors, "find_spec", lambda name: None)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.cli.data.convert import problem_lines
 from hybrid_rlhf.configs.commands.data import CheckConfig
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.output import print_result
 
@@ -48,25 +47,20 @@ def main(config: CheckConfig) -> None:
 
 def _tokenizer(config: CheckConfig, model: str) -> tuple[PreTrainedTokenizerBase, ImageRules]:
     """The tokenizer of a model, and what becomes of images."""
-    from hybrid_rlhf.data.images.expansion import ImageRules
-    from hybrid_rlhf.models.families.vision import images_refused
-    from hybrid_rlhf.models.pretrained.folders import load_config
-    from hybrid_rlhf.models.pretrained.processors import ImageProcessor
+    from hybrid_rlhf.generation.image_loading import image_rules
     from hybrid_rlhf.models.pretrained.sources import resolve_model
     from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
     from hybrid_rlhf.runtime.world import default_device, solo_world
 
     path = resolve_model(model, world=solo_world(default_device()))
-    trusted = {"trust_remote_code": config.trust_remote_code}
+    trusted = config.trust_remote_code
     tokenizer = load_tokenizer(
-        path, chat_template=config.chat_template, chat_template_kwargs=config.chat_template_kwargs, **trusted
+        path,
+        trust_remote_code=trusted,
+        chat_template=config.chat_template,
+        chat_template_kwargs=config.chat_template_kwargs,
     )
-    refusal, layout = images_refused(load_config(path, **trusted)) or "", None
-    try:
-        layout = ImageProcessor.find(path, tokenizer, **trusted)
-    except UserError as error:  # without Pillow or the files of a processor, rows of text can be read
-        refusal = str(error)
-    return tokenizer, ImageRules(layout, refusal, config.max_image_pixels)
+    return tokenizer, image_rules(path, tokenizer, max_pixels=config.max_image_pixels, trust_remote_code=trusted)
 
 
 def _document(report: CheckReport) -> dict[str, Any]:

@@ -103,16 +103,6 @@ class ImageProcessor:
             processor = kind.from_args_and_dict([images, copy.deepcopy(tokenizer)], settings)
         return ImageProcessor(processor, config)
 
-    @staticmethod
-    def find(
-        path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
-    ) -> ImageProcessor | None:
-        """As `load`; None for a model that reads no images."""
-        config = load_config(path, trust_remote_code=trust_remote_code)
-        if images_refused(config) is not None:
-            return None
-        return ImageProcessor.load(path, tokenizer, trust_remote_code=trust_remote_code)
-
     def expansion_text(self, width: int, height: int) -> str:
         """The text that takes the placeholder's place for an image of a size, on whose content it does not depend."""
         size = width, height
