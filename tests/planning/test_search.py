@@ -75,6 +75,7 @@ def test_the_search_counts_every_plan_once(
 ) -> None:
     """Catches an estimate of the remaining time over plans that are never counted, or counted twice."""
     monkeypatch.setattr("hybrid_rlhf.runtime.observability.progress.FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("hybrid_rlhf.runtime.observability.progress._GROWTH", 0.0)
     search = search_of(**case)
     search.run()
     ways = len([*every_plan(search.timer.job, search.timer.cluster)])
