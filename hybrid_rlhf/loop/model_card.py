@@ -33,13 +33,14 @@ _SETTINGS = ("algorithm", "objective", "train", "optimizer", "lora", "actor", "c
 _NOT_SHOWN = re.compile(r"(^|\.)(path|resume|cache_dir|save_\w+|keep_\w+|teacher|placement.*)(\.|$)")
 
 
-def model_card(run: Run, name: str, *, generates: bool) -> str:
+def model_card(run: Run, name: str, *, generates: bool, sees: bool = False) -> str:
     """The card of a model of a run.
 
     Args:
         run: run of the model; metrics.jsonl must be on disk.
         name: the model's subfolder in the run folder; "" is the run folder itself.
         generates: true for a causal LM, false for a model that gives scores.
+        sees: true for a model that reads images.
     """
     config = run.config
     role = name.partition("_")[0]
@@ -52,7 +53,7 @@ def model_card(run: Run, name: str, *, generates: bool) -> str:
         "datasets": sorted({*filter(_is_on_hub, sources), *texts(parent.get("datasets"))}),
         "library_name": "transformers",
         "license": parent.get("license"),
-        "pipeline_tag": "text-generation" if generates else "text-classification",
+        "pipeline_tag": ("image-text-to-text" if sees else "text-generation") if generates else "text-classification",
         "tags": ["hybrid_rlhf", tag, *([role] if role not in ("", "actor") else [])],
     }
     title = "/".join(part for part in (run.folder.resolve().name, name) if part)

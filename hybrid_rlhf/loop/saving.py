@@ -14,6 +14,7 @@ from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.engines.partition import adapter_tensors, full_tensors
 from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.loop.model_card import model_card
+from hybrid_rlhf.models.families.vision import images_refused
 from hybrid_rlhf.models.lora import has_lora, write_adapter
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.files.atomic import write_whole
@@ -39,6 +40,7 @@ def save_engine(run: Run, name: str, engine: RoleModel, tokenizer: PreTrainedTok
     if engine.lm.can_generate() and (settings := engine.lm.generation_config) is not None:
         # Generation with the saved model must stop at the same tokens as rollouts.
         settings.eos_token_id = list(stop_token_ids(tokenizer, settings.eos_token_id))
+    kinds = {"generates": engine.lm.can_generate(), "sees": images_refused(engine.lm.config) is None}
     run.flush()  # the card shows the last metrics
     with disk_errors_translated(run.folder):
         save_model(
@@ -47,7 +49,7 @@ def save_engine(run: Run, name: str, engine: RoleModel, tokenizer: PreTrainedTok
             lm=engine.lm,
             tokenizer=tokenizer,
             world=engine.world,
-            card=model_card(run, name, generates=engine.lm.can_generate()) if engine.world.is_main else None,
+            card=model_card(run, name, **kinds) if engine.world.is_main else None,
         )
         if has_lora(engine.lm):
             save_adapter(folder / ADAPTER_FOLDER, engine)

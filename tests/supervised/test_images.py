@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from hybrid_rlhf import SFT
 from hybrid_rlhf.data.mismatched import with_mismatched_completions
+from hybrid_rlhf.models.pretrained.cards import read_card_metadata
 from tests.support.errors import user_error
 from tests.support.marks import faults
 from tests.support.ranks import run_main
@@ -109,6 +110,7 @@ def test_sft_learns_from_what_transformers_reads(
     with_images = sum(bool(pictures(number)) for number in range(data["encoded"]))
     assert data["with_images"] == sum(rows for *_, rows in data["image_tokens"]) == with_images
     assert "<th>with images</th>" in (whole / "report.html").read_text()
+    assert read_card_metadata(whole)["pipeline_tag"] == "image-text-to-text"
 
 
 @pytest.mark.parametrize(
