@@ -166,7 +166,7 @@ class GDPOConfig(GRPOConfig):
     """Advantages of a rollout's completions get mean 0 and variance 1, over all ranks (the paper)."""
 
     def _check(self) -> None:
-        unread = ("divide_by_std", "score_scaling", "score_clip", "dynamic_sampling")
+        unread = ("divide_by_std", "divide_by_mean", "score_scaling", "score_clip", "dynamic_sampling")
         require_defaults(self, unread, "algorithm gdpo standardizes each component of the reward", prefix="algorithm.")
 
 
@@ -176,6 +176,10 @@ class PassAtKConfig(GroupConfig, SurrogateConfig):
     name = "pass_at_k"
     k: Count = 4
     """Number of completions of which the best counts; below rollout.sampling.n."""
+
+    def _check(self) -> None:
+        rule = "algorithm pass_at_k compares subsets of completions"
+        require_defaults(self, ("divide_by_mean",), rule, prefix="algorithm.")
 
 
 class GSPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
@@ -189,6 +193,9 @@ class GSPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
     name = "gspo"
     clip: Bounds = (3e-4, 4e-4)
     """The ratio of a sequence is clipped to [1 - low, 1 + high] ([3e-4, 4e-4]: the paper)."""
+
+    def _check(self) -> None:
+        require_defaults(self, ("clip_of",), "algorithm gspo clips the ratio of a sequence", prefix="algorithm.")
 
 
 class GMPOConfig(GroupConfig, SequenceMeanConfig, ClippedConfig):

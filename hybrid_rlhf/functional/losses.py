@@ -123,6 +123,42 @@ def clipped_surrogate(
     return policy_sum(loss, log_ratio=log_ratio, mask=mask, clipped=clipped > plain, weights=weights)
 
 
+def probability_surrogate(
+    logprobs: Tensor,
+    *,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    weights: Tensor | None = None,
+) -> LossSum:
+    """The surrogate of PPO without tokens whose probability has changed too far in the direction of their advantage,
+    summed over tokens.
+
+    Source: DPPO (arXiv 2602.04879), the mask of its binary total variation, as in verl (dppo_tv) and prime-rl.
+    Deviation: ratios are at most exp(MAX_LOG_RATIO), where verl truncates them at 20.
+
+    Args:
+        logprobs: [B, T] of the current actor, with gradient.
+        old_logprobs: [B, T] of the actor that sampled.
+        advantages: [B, T], advantage of each token.
+        mask: [B, T], 1 on completion tokens.
+        clip_low: largest decrease of a token's probability that is learned from, where its advantage is not positive.
+        clip_high: largest increase, where its advantage is positive.
+        weights: [B, T] or [B, 1], factor of each token's loss; None: 1.
+
+    Returns:
+        the loss, with the stats of clipped_surrogate.
+    """
+    logprobs, old_logprobs, advantages = (keep(values, mask) for values in (logprobs, old_logprobs, advantages))
+    log_ratio = logprobs - old_logprobs
+    change = logprobs.detach().exp() - old_logprobs.exp()
+    clipped = torch.where(advantages > 0, change > clip_high, change < -clip_low)
+    loss = torch.where(clipped, 0.0, -advantages * bounded_ratio(log_ratio, mask=mask))
+    return policy_sum(loss, log_ratio=log_ratio, mask=mask, clipped=clipped, weights=weights)
+
+
 def bounded_ratio(log_ratio: Tensor, *, mask: Tensor) -> Tensor:
     """exp of log-ratios [B, T], at most exp(MAX_LOG_RATIO)."""
     return keep(log_ratio, mask).clamp(max=MAX_LOG_RATIO).exp()
@@ -244,7 +280,7 @@ def kl_loss(logprobs: Tensor, *, old_logprobs: Tensor, ref_logprobs: Tensor, est
 def length_weights(
     mask: Tensor,
     *,
-    normalization: Literal["token", "sequence", "fixed"],
+    normalization: Literal["token", "sequence", "sequence_sum", "fixed"],
     tokens: float,
     sequences: float,
     max_tokens: int,
@@ -253,13 +289,13 @@ def length_weights(
 ) -> Tensor:
     """Weights [B, 1] float32 that turn the mean over tokens into the mean of a normalisation.
 
-    Source: token, DAPO (arXiv 2503.14476, eq. 10); sequence, GRPO (arXiv 2402.03300, eq. 3); fixed, Dr. GRPO
-    (arXiv 2503.20783, section 3.2).
+    Source: token, DAPO (arXiv 2503.14476, eq. 10); sequence, GRPO (arXiv 2402.03300, eq. 3); sequence_sum, LUSPO
+    (arXiv 2602.05261), as in TRL (loss_type luspo); fixed, Dr. GRPO (arXiv 2503.20783, section 3.2).
 
     Args:
         mask: [B, T], 1 on completion tokens.
-        normalization: token, equal weight per token; sequence, equal weight per sequence; fixed, equal weight per token
-            and the sum divided by max_tokens per sequence.
+        normalization: token, equal weight per token; sequence, equal weight per sequence; sequence_sum and fixed, equal
+            weight per token, and the sum divided by 1 or max_tokens per sequence.
         tokens: completion tokens of the mini-batch, over all ranks.
         sequences: completions of the mini-batch, over all ranks.
         max_tokens: maximum length of a completion.
@@ -269,7 +305,8 @@ def length_weights(
     lengths = (mask.bool() if kept is None else kept.bool() & mask.bool()).sum(dim=1, keepdim=True).float()
     if normalization == "token":
         return torch.full_like(lengths, 1.0 if kept_tokens is None else tokens / max(kept_tokens, 1.0))
-    divisor = lengths.clamp(min=1) if normalization == "sequence" else torch.full_like(lengths, max_tokens)
+    constant = 1.0 if normalization == "sequence_sum" else max_tokens
+    divisor = lengths.clamp(min=1) if normalization == "sequence" else torch.full_like(lengths, constant)
     return tokens / (sequences * divisor)
 
 

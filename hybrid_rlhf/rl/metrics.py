@@ -11,7 +11,7 @@ from hybrid_rlhf.functional.advantages import differs_in_group, group_size
 from hybrid_rlhf.functional.masking import masked_sum, masked_var, spread
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.rl.types import Batch, Rollout, SampledTokens, TrainedTokens
+from hybrid_rlhf.rl.types import DEPTHS, Batch, Rollout, SampledTokens, TrainedTokens
 from hybrid_rlhf.runtime.observability.profiling import decode_roofline, model_flops_utilisation
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
 from hybrid_rlhf.runtime.world import World
@@ -29,7 +29,6 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
     is_read = rollout.learned
     if is_read is None or rollout.entropy is not None:
         is_read = torch.ones_like(rollout.stopped)
-    difference = torch.where(mask, (rollout.sampled_logprobs - old_logprobs).abs(), 0.0)
     log_ratio = masked_sum(old_logprobs - rollout.drawn_logprobs, mask=mask, dim=1)
     columns = {
         "kl": rollout.kl,
@@ -39,8 +38,8 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
         "reward": batch.rewards.sum(dim=1),
         "scores": rollout.penalized_scores,
         "truncated": ~rollout.stopped,
-        "difference": difference.sum(dim=1),
-        "largest": difference.amax(dim=1),
+        **rollout.sampler_differences(old_logprobs),
+        "largest": torch.where(mask, (rollout.sampled_logprobs - old_logprobs).abs(), 0.0).amax(dim=1),
         "log_ratio": log_ratio,
         "groups": rollout.groups,
         "is_read": is_read,
@@ -66,7 +65,7 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
         "objective/rlhf_reward": mean("reward"),
         "completions/mean_length": index.responses.float().mean(),
         "completions/clipped_ratio": mean("truncated"),
-        "rollout/logprob_abs_diff_mean": whole["difference"].sum() / index.responses[is_read].sum().clamp(min=1),
+        **difference_metrics({name: float(column[is_read].sum()) for name, column in whole.items()}),
         "rollout/logprob_abs_diff_max": whole["largest"].max(),
         **{
             f"rollout/log_ratio_p{percent:02}": whole["log_ratio"][is_read].quantile(percent / 100)
@@ -74,6 +73,27 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
         },
     }
     return _known(metrics)
+
+
+_LEAST_COMPARED = 64
+"""Fewest tokens of a depth whose mean difference is reported: of fewer, the rounding of single tokens weighs much."""
+
+
+def difference_metrics(totals: Mapping[str, float]) -> dict[str, float]:
+    """Mean difference of sampler and training from sums of `Rollout.sampler_differences`: of all tokens, and of each
+    depth that has enough; {} if nothing was compared."""
+    if "compared_first" not in totals:
+        return {}
+    parts = {name: (totals[f"difference_{name}"], totals[f"compared_{name}"]) for name in DEPTHS}
+    difference, compared = map(sum, zip(*parts.values(), strict=True))
+    return {
+        "rollout/logprob_abs_diff_mean": difference / max(compared, 1),
+        **{
+            f"rollout/logprob_abs_diff_at_{name}": of_depth / tokens
+            for name, (of_depth, tokens) in parts.items()
+            if tokens >= _LEAST_COMPARED
+        },
+    }
 
 
 def _known(metrics: Mapping[str, Tensor | float | None]) -> dict[str, float]:

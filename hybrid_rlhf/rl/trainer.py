@@ -41,6 +41,7 @@ _SHOWN_METRICS = (
     "perf/tokens_per_second",
     "eval/",
 )
+_DIFFERENCE = "logprob_abs_diff"
 _ALL_TRUNCATED = "none of its completions ended by itself, see algorithm.mask_truncated"
 _EVAL_STEP = 2**32
 """Key of the evaluation's random streams, distinct from training steps; the same at every evaluation."""
@@ -109,7 +110,10 @@ class RLTrainer(Trainer):
             return error.metrics
         except NonFiniteError as error:
             return self._skipped.record(step, error.what)
-        metrics = {**rollout_metrics(report.batch, self._world), **batch.metrics, **report.metrics}
+        rolled = rollout_metrics(report.batch, self._world)
+        if self._rl.algorithm.reads_sampler:  # only the updates compare
+            rolled = {name: value for name, value in rolled.items() if _DIFFERENCE not in name}
+        metrics = {**rolled, **batch.metrics, **report.metrics}
         metrics |= self._speed(report, None if resumed else start)
         self._require_own_samples(step, metrics)
         if self._trains_actor(step):
@@ -208,14 +212,17 @@ class RLTrainer(Trainer):
         raise NonFiniteError([f"{what} of {count} completions" for what, count in found if count])
 
     def _require_own_samples(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raise UserError if current weights sampled tokens with other log-probs than training gives them."""
-        diff = metrics["rollout/logprob_abs_diff_mean"]
+        """Raise UserError if current weights sampled tokens with other log-probs than training gives them, in the mean
+        of all tokens or of a depth."""
         limit = self._max_logprob_diff
-        if not (diff <= limit or metrics.get("rollout/stale_updates")):  # NaN is a difference too
+        for name, diff in metrics.items():
+            compared = _DIFFERENCE in name and not name.endswith("_max")
+            if not compared or diff <= limit or metrics.get("rollout/stale_updates"):  # NaN is a difference too
+                continue
             raise UserError(
                 f"sampler and training must agree to {limit:.3g} nats per token in the mean, they differ by {diff:.3g} "
-                f"in the rollout of step {step}, while the weights agree: set rollout.backend to module, leave "
-                "rollout.vllm out, and report the model, or raise faults.max_logprob_diff"
+                f"in the rollout of step {step} ({name}), while the weights agree: set rollout.backend to module, "
+                "leave rollout.vllm out, and report the model, or raise faults.max_logprob_diff"
             )
 
     def _write_samples(self, step: int, batch: Batch, ratios: torch.Tensor | None = None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -26,6 +26,8 @@ from hybrid_rlhf.rl.sharing import RowIndex, Rows, with_prefix, without_prefix
 from hybrid_rlhf.runtime.world import World
 
 ROUTER_AGREEMENT = "rollout/router_agreement"
+DEPTHS = {"first": 0, "1k": 1024, "4k": 4096, "16k": 16384, "64k": 65536}
+"""Number of tokens before the first token of each depth; a depth ends where the next begins."""
 
 
 @dataclass(frozen=True)
@@ -338,6 +340,17 @@ class Rollout(Rows):
         keys, member = torch.stack([self.groups, self.samples]).unique(dim=1, return_inverse=True)
         first = torch.full((keys.shape[1],), len(self), device=rows.device)
         return first.scatter_reduce(0, member, rows, "amin"), member
+
+    def sampler_differences(self, logprobs: Tensor) -> dict[str, Tensor]:
+        """Absolute differences of log-probs [N, T] of training to those of the sampler, summed over the response tokens
+        of each row at a depth, and their number, [N] each: "difference_DEPTH" in nats and "compared_DEPTH"."""
+        mask = self.response_mask
+        difference = torch.where(mask, (self.sampled_logprobs - logprobs).abs(), 0.0)
+        columns = {}
+        for name, (begin, end) in zip(DEPTHS, pairwise([*DEPTHS.values(), None]), strict=True):
+            columns[f"difference_{name}"] = difference[:, begin:end].sum(dim=1)
+            columns[f"compared_{name}"] = mask[:, begin:end].sum(dim=1)
+        return columns
 
     def staleness(self, weight_version: int) -> Tensor:
         """Age of the sampled tokens of each row relative to a weight version, [N, 4] float64: the sum and the maximum

@@ -31,6 +31,7 @@ def test_weights_turn_the_mean_over_tokens_into_the_mean_that_is_named(
     expected = {
         "token": float(values[kept].sum()) / max(float(kept.sum()), 1),
         "sequence": sum(means) / rows,
+        "sequence_sum": float(values[kept].sum()) / rows,
         "fixed": float(values[kept].sum()) / (7 * rows),
     }
     for name, wanted in expected.items():

@@ -17,7 +17,7 @@ from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig
 from hybrid_rlhf.functional.advantages import differs_in_group, group_mean, group_std, leave_one_out, shaped_rewards
-from hybrid_rlhf.functional.losses import MAX_LOG_RATIO, LossSum
+from hybrid_rlhf.functional.losses import MAX_LOG_RATIO, LossSum, length_weights
 from hybrid_rlhf.functional.masking import masked_whiten, row_sums
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
@@ -90,6 +90,63 @@ def test_advantages_are_the_papers(name: str) -> None:
     assert learner.returns(rewards, rollout) is None
     torch.testing.assert_close(advantages, slowly(name, rewards, rollout, learner.config), atol=1e-5, rtol=1e-4)
     assert (advantages[~rollout.response_mask] == 0).all()
+
+
+def test_maxrl_divides_by_the_mean_of_the_group() -> None:
+    """A success of one in four counts three times as much as a failure; without any, nothing is learned."""
+    outcomes = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, -1, 0.5, 0, 0])
+    groups = torch.arange(4).repeat_interleave(4)
+    mask = torch.ones(16, 2, dtype=torch.bool)
+    rewards = torch.stack([outcomes, torch.zeros(16)], dim=1)
+    found = algorithm("grpo", divide_by_mean=True).advantages(rewards, rollout_of(mask, mask, groups=groups))
+    expected = [3.0, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, *[0.0] * 8]
+    for row, of_row in zip(found, expected, strict=True):
+        assert row.tolist() == pytest.approx([of_row] * 2, abs=2e-3)  # 1e-4 is added to the mean
+
+
+def test_dppo_learns_from_tokens_whose_probability_may_still_change() -> None:
+    """However large the ratio of a rare token; a probable token is left out sooner than by its ratio."""
+    case = random_case(40)
+    case.logprobs.data.mul_(0.5)
+    case.batch.rollout.old_logprobs.mul_(0.5)  # type: ignore[union-attr]
+    learner = algorithm("grpo", clip_of="probability", clip=(0.1, 0.15))
+    loss = case.loss(learner)
+    expected, clipped = torch.zeros(()), 0
+    for i, t in case.mask.nonzero().tolist():
+        logp, old = case.logprobs[i, t], float(case.batch.rollout.old_logprobs[i, t])  # type: ignore[index]
+        advantage, change = float(case.batch.advantages[i, t]), math.exp(float(logp)) - math.exp(old)
+        if (advantage > 0 and change > 0.15) or (advantage < 0 and change < -0.1):
+            clipped += 1
+        else:
+            expected = expected - advantage * (logp - old).exp()
+    assert float(loss.stats["clipfrac"]) == clipped > 3
+    torch.testing.assert_close(loss.total, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x, case.logprobs)[0] for x in (loss.total, expected)))
+    ones = torch.ones(1, 2)
+    rare = loss_case(torch.tensor([[0.01, 0.95]]).log(), torch.tensor([[0.0001, 0.75]]).log(), ones, ones.bool())
+    assert [float(rare.loss(algorithm("grpo", clip_of=of)).stats["clipfrac"]) for of in ("ratio", "probability")] == [
+        2,
+        0,
+    ]
+    probable = loss_case(torch.tensor([[0.5, 0.7]]).log(), torch.tensor([[0.6, 0.9]]).log(), -ones, ones.bool())
+    tight = algorithm("grpo", clip_of="probability", clip=(0.15, 0.15))
+    assert float(probable.loss(tight).stats["clipfrac"]) == 1, "0.9 to 0.7"
+
+
+def test_luspo_is_gspo_whose_sequences_count_by_their_length() -> None:
+    """arXiv 2602.05261: the loss of a sequence, with its ratio, times its length; TRL's loss_type luspo."""
+    case = random_case()
+    rows, tokens = len(case.mask), float(case.mask.sum())
+    rule = {"normalization": "sequence_sum", "tokens": tokens, "sequences": rows, "max_tokens": 5}
+    case = replace(case, weights=length_weights(case.mask, **rule))  # type: ignore[arg-type]
+    learner = algorithm("gspo", clip=(0.1, 0.2), dual_clip=1.1)
+    loss = case.loss(learner).total / tokens
+    expected = torch.zeros(())
+    for i, marks in enumerate(case.mask):
+        length = int(marks.sum())
+        expected = expected + length * (loss_of_row("gspo", case, i, learner.config) / length) / rows
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x, case.logprobs)[0] for x in (loss, expected)))
 
 
 def test_gdpo_standardizes_each_component_of_the_reward() -> None:

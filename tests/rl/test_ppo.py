@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,36 @@ def test_rollout_metrics_have_closed_forms() -> None:
     for values, explained in ((returns, 1.0), (0.3 * ones, 0.0)):
         learned = replace(batch, returns=returns, rollout=replace(rollout, old_values=values))
         assert rollout_metrics(learned, CPU)["val/explained_variance"] == pytest.approx(explained, abs=1e-5)
+
+
+def test_the_difference_to_the_sampler_is_told_by_depth() -> None:
+    """Of response tokens at their place in the row, where a depth has enough of them for a mean."""
+    width = 65536 + 64
+    mask = torch.zeros(2, width, dtype=torch.bool)
+    mask[0, 900:] = True
+    mask[1, 500:1024] = mask[1, 1024:1087] = True
+    generator = torch.Generator().manual_seed(0)
+    sampled, old = -torch.rand(2, 2, width, generator=generator).double()
+    rollout = rollout_of(torch.ones_like(mask), mask, sampled_logprobs=sampled, old_logprobs=old)
+    rollout = replace(rollout, scores=torch.zeros(2), penalties=torch.zeros(2))
+    batch = Batch(rollout, rewards=torch.zeros(2, width), advantages=torch.zeros(2, width))
+    begins = [0, 1024, 4096, 16384, 65536, width]
+    slow = [
+        [
+            abs(float(s - o))
+            for row in range(2)
+            for s, o, m in zip(sampled[row, a:b], old[row, a:b], mask[row, a:b], strict=True)
+            if m
+        ]
+        for a, b in pairwise(begins)
+    ]
+    assert len(slow[-1]) == 64
+    told = rollout_metrics(batch, CPU)
+    for name, differences in zip(("first", "1k", "4k", "16k", "64k"), slow, strict=True):
+        assert told[f"rollout/logprob_abs_diff_at_{name}"] == pytest.approx(sum(differences) / len(differences))
+    assert told["rollout/logprob_abs_diff_mean"] == pytest.approx(sum(map(sum, slow)) / sum(map(len, slow)))
+    mask[0, -1] = False
+    assert "rollout/logprob_abs_diff_at_64k" not in rollout_metrics(batch, CPU), "63 tokens are too few"
 
 
 def test_the_first_values_are_0_unless_critic_path_names_a_scorer(world: World, paths: dict[str, str]) -> None:

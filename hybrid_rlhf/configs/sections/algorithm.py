@@ -91,7 +91,7 @@ SamplerRatio = Literal["token", "sequence", "geometric"]
 mean."""
 
 
-LossNormalization = Literal["token", "sequence", "fixed"]
+LossNormalization = Literal["token", "sequence", "sequence_sum", "fixed"]
 
 
 class RejectionConfig(Settings):
@@ -266,8 +266,8 @@ class PolicyGradientConfig(AlgorithmConfig):
     mask_truncated: bool = False
     """Exclude completions that do not end with EOS from the loss (DAPO, section 3.4), but not from metrics."""
     loss_normalization: LossNormalization = "token"
-    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
-    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO) or of their sums
+    (sequence_sum; LUSPO, arXiv 2602.05261), or a sum divided by max_new_tokens per sequence (fixed; Dr. GRPO)."""
     correction: CorrectionConfig | None = None
     default_correction: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """The correction where other weights than those that train sample."""
@@ -366,6 +366,15 @@ class SurrogateConfig(ClippedConfig):
 
     dual_clip: Annotated[float, Interval(gt=1)] | None = advanced(None)
     """Bound of the loss for negative advantages, as a multiple of the advantage (arXiv 1912.09729: 3); null: none."""
+    clip_of: Literal["ratio", "probability"] = advanced("ratio")
+    """What clip bounds: the policy ratio, or the change of a token's probability (probability; DPPO, arXiv 2602.04879),
+    of which a rare token can make no large one."""
+
+    def _check(self) -> None:
+        require(
+            self.clip_of == "ratio" or self.dual_clip is None,
+            f"algorithm.dual_clip bounds ratios, got {self.dual_clip} with algorithm.clip_of probability: leave it out",
+        )
 
 
 class GroupConfig(AlgorithmConfig):
@@ -382,6 +391,9 @@ class GroupConfig(AlgorithmConfig):
     penalties: PenaltiesConfig | None = None
     divide_by_std: bool = True
     """Advantages are divided by the standard deviation of a prompt's scores (GRPO), or not (Dr. GRPO)."""
+    divide_by_mean: bool = advanced(False)
+    """Advantages are divided by the mean of a prompt's scores instead (MaxRL, arXiv 2602.02710), which rarely solved
+    prompts have small; a prompt whose mean is not above 0 is not learned from."""
 
 
 class SingleUpdateConfig(AlgorithmConfig):

@@ -24,7 +24,7 @@ from hybrid_rlhf.configs.sections.algorithm import (
     SurrogateConfig,
 )
 from hybrid_rlhf.functional.advantages import differs_in_group
-from hybrid_rlhf.functional.losses import LossSum, clipped_surrogate
+from hybrid_rlhf.functional.losses import LossSum, clipped_surrogate, probability_surrogate
 from hybrid_rlhf.functional.masking import keep, last_index, masked_whiten
 from hybrid_rlhf.rl.types import Batch, Rollout
 
@@ -121,15 +121,18 @@ class Algorithm:
             tokens_per_completion: mean over the mini-batch; turns a mean over tokens into one over completions.
         """
         assert isinstance(config := self.config, SurrogateConfig)
-        return clipped_surrogate(
-            self.log_ratios(logprobs, batch.rollout),
-            advantages=batch.advantages,
-            mask=batch.rollout.response_mask,
-            clip_low=config.clip[0],
-            clip_high=config.clip[1],
-            dual_clip=config.dual_clip,
-            weights=weights,
-        )
+        rollout = batch.rollout
+        common: dict[str, Any] = {
+            "advantages": batch.advantages,
+            "mask": rollout.response_mask,
+            "clip_low": config.clip[0],
+            "clip_high": config.clip[1],
+            "weights": weights,
+        }
+        if config.clip_of == "probability":
+            assert rollout.old_logprobs is not None
+            return probability_surrogate(logprobs, old_logprobs=rollout.old_logprobs, **common)
+        return clipped_surrogate(self.log_ratios(logprobs, rollout), dual_clip=config.dual_clip, **common)
 
     def log_ratios(self, logprobs: Tensor, rollout: Rollout) -> Tensor:
         """Return the log-ratio that the clipped surrogate has at each response token, [B, T]."""

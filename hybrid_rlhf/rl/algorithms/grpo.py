@@ -15,10 +15,16 @@ Dr. GRPO: Liu et al. 2025 (arXiv 2503.20783), section 3.2: no division by the gr
 the completion's length, no KL.
 
     A_i = R_i - mean(R),  loss = 1/G sum_i 1/max_new_tokens sum_t (clipped surrogate)
+
+MaxRL: Tajwar et al. 2026 (arXiv 2602.02710), as an option (algorithm.divide_by_mean): the gradient of a truncated
+log-likelihood of success, in place of the gradient of the success rate.
+
+    A_i = (R_i - mean(R)) / (mean(R) + 1e-4) where mean(R) > 0, else 0
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.sections.algorithm import GroupConfig
@@ -43,9 +49,13 @@ class GRPO(Algorithm):
     config: GroupConfig
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """Return outcomes less their group's mean, divided by the group's standard deviation if configured, [N, T]."""
+        """Return outcomes less their group's mean, divided by the group's standard deviation or mean if configured,
+        [N, T]."""
         outcomes = row_sums(rewards)
         groups = rollout.groups
+        if self.config.divide_by_mean:
+            mean = group_mean(outcomes, groups=groups)
+            return per_token(torch.where(mean > 0, (outcomes - mean) / (mean + EPSILON), 0.0), rollout)
         if self.config.divide_by_std:
             return per_token(standardized(outcomes, groups=groups), rollout)
         return per_token(outcomes - group_mean(outcomes, groups=groups), rollout)

@@ -31,10 +31,6 @@ ROUTES_USED = ("routes_used", "routes_recorded")
 """Stats of a loss on completions with recorded experts: number of experts that the routers used, and of all."""
 
 
-COMPARED = ("sampler_difference", "compared_tokens")
-"""Stats of the first loss on a rollout whose old log-probs are the sampler's: sum of their differences, in nats."""
-
-
 @dataclass(frozen=True)
 class MiniBatch:
     """Values of a mini-batch that the loss of its micro-batches needs."""
@@ -110,8 +106,7 @@ class PolicyLoss:
         compared: dict[str, Tensor] = {}
         if config.reads_sampler:
             if mini_batch.is_first:
-                difference = (current - rollout.sampled_logprobs).abs()
-                compared = dict(zip(COMPARED, (masked_sum(difference, mask=mask), mask.sum()), strict=True))
+                compared = {name: column.sum() for name, column in rollout.sampler_differences(current).items()}
         elif not config.reads_old_logprobs or (mini_batch.is_first and config.defers_old_logprobs):
             rollout = replace(rollout, old_logprobs=current)
             batch = replace(batch, rollout=rollout)

@@ -27,11 +27,12 @@ from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
 from hybrid_rlhf.rl.algorithms import Algorithm
+from hybrid_rlhf.rl.metrics import difference_metrics
 from hybrid_rlhf.rl.mini_batches import MiniBatchPlan
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.sharing import LocalRows, RowIndex, row_values
 from hybrid_rlhf.rl.types import ROUTER_AGREEMENT, Batch, Rollout, TrainedTokens
-from hybrid_rlhf.rl.updates.policy_loss import COMPARED, ROUTES_USED, MiniBatch, PolicyLoss
+from hybrid_rlhf.rl.updates.policy_loss import ROUTES_USED, MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.world import World
 
@@ -474,8 +475,7 @@ class Updater:
                 role_metrics |= {name: means[key] for name, key in _POLICY_METRICS.items() if key in means}
                 used, recorded = (means.get(name, 0.0) for name in ROUTES_USED)
                 role_metrics |= {ROUTER_AGREEMENT: used / recorded} if recorded else {}
-                difference, compared = (means.get(name, 0.0) for name in COMPARED)
-                role_metrics |= {"rollout/logprob_abs_diff_mean": difference / compared} if compared else {}
+                role_metrics |= difference_metrics({name: mean * means["count"] for name, mean in means.items()})
                 if squares := means.get("correction_squares"):
                     role_metrics["rollout/effective_samples"] = means["correction"] ** 2 / squares
                 if self.ptx is not None:
