@@ -14,18 +14,21 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hybrid_rlhf.board.runs.reading import complete_lines, finite, number, open_regular
+from hybrid_rlhf.board.runs.reading import complete_lines, finite, number
+from hybrid_rlhf.board.samples.images import data_uri, shown_images, thumbnail_of
 from hybrid_rlhf.board.samples.lines import prompt_messages
 from hybrid_rlhf.board.samples.rows import Samples
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.reading import open_regular
+from hybrid_rlhf.runtime.observability.samples import recorded_images
 
 PREFERENCES_FILE = "preferences.jsonl"
 _MOST_OPEN = 1000
@@ -46,6 +49,8 @@ class ShownPair:
     `prompts`."""
     columns: dict[str, Any]
     """The other columns of the prompt's row, such as the expected answer; not shown before the judgement."""
+    images: Sequence[Mapping[str, Any]] = ()
+    """Those of the prompt, as `recorded_images` returns them."""
     prompts: str | None = None
     """The data that two models were asked; None: recorded completions."""
 
@@ -113,6 +118,11 @@ class Preferences:
             self._last = None
             return self._keep(name, pair)
 
+    def thumbnail(self, name: str, digest: str) -> bytes:
+        """An image of a pair that is shown; raises UserError as `thumbnail_of`."""
+        pair = self._open.get(name)
+        return thumbnail_of(pair.images if pair else (), digest)
+
     def judge(self, name: str, choice: str, who: str) -> int:
         """Append a judgement; return the number of judgements.
 
@@ -128,6 +138,7 @@ class Preferences:
             is_tie = choice == "equal"
             row = {
                 "prompt": pair.prompt,
+                **({"images": pair.images} if pair.images else {}),
                 **({"responses": [better, worse]} if is_tie else {"chosen": better, "rejected": worse}),
                 "tie": is_tie,
                 "who": who,
@@ -182,10 +193,11 @@ class Preferences:
         """Write the judgements that are not ties as rows of a preference data set; return their number.
 
         Raises:
-            UserError: if there is no such judgement.
+            UserError: if there is no such judgement, or the image of one is missing or has changed.
         """
         rows = [
             {"prompt": row["prompt"], "chosen": row["chosen"], "rejected": row["rejected"]}
+            | ({"images": images} if (images := [*map(data_uri, recorded_images(row))]) else {})
             for row in self.read()
             if not row["tie"]
         ]
@@ -199,12 +211,14 @@ class Preferences:
         drawn = list[tuple[str, dict[str, Any]]]()
         messages = list[dict[str, Any]]()
         columns: Any = {}
+        images = list[dict[str, Any]]()
         for source in sources:
             with source.index.view() as view:
                 picked = self._random.sample(view.rows_of_prompt(key).tolist(), 3 - len(sources))
                 for row, line in zip(picked, view.lines(picked), strict=True):
                     messages = prompt_messages(line)
                     columns = line.get("columns")
+                    images = recorded_images(line)
                     side = {
                         "run": str(source.run.folder),
                         "step": line["step"],
@@ -212,7 +226,7 @@ class Preferences:
                         "score": finite(number(line.get("score"))),
                     }
                     drawn.append((str(line["completion"]), side))
-        return self.shuffled(messages, drawn, columns=columns if isinstance(columns, dict) else {})
+        return self.shuffled(messages, drawn, columns=columns if isinstance(columns, dict) else {}, images=images)
 
     def _judged(self, prompts: str | None) -> set[frozenset[tuple[Any, ...]]]:
         """The pairs that have been judged: of data, or recorded ones."""
@@ -224,7 +238,8 @@ class Preferences:
         while len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)
         left, right = pair.completions
-        return {"pair": name, "prompt": pair.prompt, "left": left, "right": right}
+        images = shown_images(pair.images)
+        return {"pair": name, "prompt": pair.prompt, "images": images, "left": left, "right": right}
 
 
 def _user_name() -> str:

@@ -35,7 +35,7 @@ from hybrid_rlhf.planning.micro_batches import resolve_micro_batches
 from hybrid_rlhf.planning.room import require_room, resolve_keep_weights, resolve_kv_cache
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import build_runner
-from hybrid_rlhf.rl.images import ImageCatalogue, require_images_read, without_contents
+from hybrid_rlhf.rl.images import ImageCatalogue, require_images_read
 from hybrid_rlhf.rl.parts import RLParts, RLSession
 from hybrid_rlhf.rl.rewards.functions import load_function
 from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
@@ -92,8 +92,6 @@ def rl_session(
         images = ImageCatalogue.of(prompts)
         if images is not None:
             require_images_read(config, placement)
-            train, held_out = map(without_contents, (prompts.train, prompts.held_out))
-            prompts = replace(prompts, train=train, held_out=held_out)
         stream = _stream(config, len(prompts.train))
         steps = total_steps(config, len(prompts.train))
         length = config.train.length_text(_steps_of_epochs(config, len(prompts.train)))

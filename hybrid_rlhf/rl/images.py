@@ -1,10 +1,9 @@
-"""The images of a run's prompts. Rollouts have their digests; files, or the data set on the disk, have their bytes."""
+"""The images of a run's prompts. Rollouts have their digests, files have their bytes."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -20,24 +19,13 @@ from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement
 
 if TYPE_CHECKING:
-    from PIL import Image
+    pass
 
 _KNOWN = 2**16
 """Number of references that are kept."""
 
 ImagesOf = Callable[[Rollout], list[list[ImageReference]] | None]
 """Returns the images of each row; None in a run without images."""
-
-
-@dataclass(frozen=True)
-class _StoredImage(ImageReference):
-    """An image whose bytes are in the data set."""
-
-    load: Callable[[], ImageReference] | None = None
-
-    def image(self) -> Image.Image:
-        assert self.load is not None
-        return self.load().image()
 
 
 class ImageCatalogue:
@@ -81,31 +69,12 @@ class ImageCatalogue:
     def _reference(self, digest: str) -> ImageReference:
         place = int(np.searchsorted(self._digests, digest.encode()))
         number, row = self._places[place].tolist()
-
-        def load() -> ImageReference:
-            return next(image for image in tokenised_images(self._data[number][row]) if image.digest == digest)
-
-        image = load()
-        if not image.content:
-            return image
-        return _StoredImage(digest, image.width, image.height, load=load)
+        return next(image for image in tokenised_images(self._data[number][row]) if image.digest == digest)
 
 
 def digests_of(row: Mapping[str, Any]) -> list[str]:
     """Digests of the images of a row of prompts."""
     return [image["digest"] for image in row.get("images") or ()]
-
-
-def without_contents(rows: Dataset) -> Dataset:
-    """Rows of prompts whose images have no bytes, as many prompts are in flight."""
-
-    def read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        if "images" not in batch:
-            return batch
-        images = [[image | {"content": b""} for image in of_row or ()] for of_row in batch["images"]]
-        return batch | {"images": images}
-
-    return rows.with_transform(read) if "images" in rows.column_names else rows
 
 
 def require_images_read(config: RLConfig, placement: Placement) -> None:

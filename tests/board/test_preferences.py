@@ -42,7 +42,7 @@ SCORES = {row["completion"]: row["score"] for step in (1, 2) for row in sample_r
 def test_pairs_are_blind_and_judged_once(board: ServedBoard, tmp_path: Path) -> None:
     run = board.run("one")["id"]
     pair = board.get("/api/preferences/next", run=run)
-    assert set(pair) == {"pair", "prompt", "left", "right"} and pair["left"] != pair["right"]
+    assert set(pair) == {"pair", "prompt", "images", "left", "right"} and pair["left"] != pair["right"]
     body = {"pair": pair["pair"], "choice": "right", "who": "ada"}
     assert board.post("/api/preferences", body).json() == {"count": 1}
     again = board.post("/api/preferences", body)
@@ -145,7 +145,7 @@ def test_two_models_answer_each_row_once(workspace: BoardWorkspace, tmp_path: Pa
     seen = set()
     for _ in range(2):
         pair = ask(workspace, Answers(equal_to="1"), file)
-        assert set(pair) == {"pair", "prompt", "left", "right"}
+        assert set(pair) == {"pair", "prompt", "images", "left", "right"}
         word = pair["prompt"][-1]["content"].split()[-1]
         assert {pair["left"], pair["right"]} == {f"a {word}", f"b {word}"}
         workspace.preferences.judge(pair["pair"], "left", "ada")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -12,11 +14,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from PIL import Image
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import settings_and_defaults
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.data.images.references import read_reference
 from hybrid_rlhf.loop.report import content
 from hybrid_rlhf.loop.report.charts import Chart, chart_groups, thinned
 from hybrid_rlhf.loop.report.memory import memory_by_phase
@@ -35,6 +39,7 @@ from hybrid_rlhf.runtime.run import CONFIG_FILE, Run
 from hybrid_rlhf.supervised.build import run_sft
 from tests.support.runs import sft_config, sft_line
 from tests.support.steps import write_lines
+from tests.support.vision import picture
 
 MARKUP = "</div><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} & \"'"
 
@@ -119,7 +124,7 @@ def test_the_page_stands_alone(trained: Path) -> None:
     assert "url(" not in text and "@import" not in text and "http://" not in text and "https://" not in text
     links = [value for name, value in page.attributes if name in ("href", "src")]
     assert links and all(value and (trained / value).is_file() for value in links)
-    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in page.attributes
     assert page.tags.count("polyline") == len(json.loads((trained / "report.json").read_text())["curves"])
     assert "sft/loss" in page.text and "train.global_batch_size" in page.text
     assert "No sign of an unhealthy run was found." in page.text
@@ -156,6 +161,24 @@ def test_markup_of_completions_is_shown_and_not_executed(run: Run) -> None:
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert page.text.count(MARKUP) >= 5, "in prompts, completions, the name of a curve and the reason"
     assert [len(step["rows"]) for step in report["samples"]] == [2, 1]
+
+
+def test_samples_show_their_images(run: Run) -> None:
+    """A file that has changed since shows its name."""
+    images = []
+    for seed, name in enumerate(["a.png", f"{MARKUP.replace('/', '')}.png"]):
+        picture(seed, (600, 300)).save(run.folder / name)
+        read = read_reference(name, "image", folder=run.folder, max_pixels=2**20)
+        images.append({"path": read.path, "digest": read.digest, "width": read.width, "height": read.height})
+    picture(2).save(images[1]["path"], "PNG")
+    row = {"prompt": [], "completion": "x", "score": 1.0, "images": images}
+    (run.folder / "samples.jsonl").write_text(json.dumps({"step": 1, **row}) + "\n")
+    report, page = ended(run)
+    ((shown, changed),) = [row["images"] for step in report["samples"] for row in step["rows"]]
+    content = base64.b64decode(shown["uri"].removeprefix("data:image/jpeg;base64,"))
+    assert Image.open(io.BytesIO(content)).size == (256, 128) and changed["uri"] == ""
+    assert page.tags.count("img") == 1 and ("src", shown["uri"]) in page.attributes
+    assert changed["name"] in page.text and "script" not in page.tags
 
 
 def test_a_failed_run_has_a_report_with_reason_and_advice(run: Run) -> None:

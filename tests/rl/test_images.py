@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.data.images.reading import png
-from hybrid_rlhf.data.images.references import read_reference, stored_images
+from hybrid_rlhf.data.images.references import ImageReference, read_reference, stored_images
 from hybrid_rlhf.models.vision import FeatureCache, ImageEncoder, RowImage
-from hybrid_rlhf.rl.images import ImageCatalogue, without_contents
+from hybrid_rlhf.rl.images import ImageCatalogue, digests_of
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
@@ -129,6 +129,10 @@ def test_grpo_and_ppo_learn_from_pictures(family: str, folder: Path, tmp_path: P
     assert all(step["critic/grad_norm"] > 1e-3 for step in ppo["metrics"])
     rows = [json.loads(line) for line in grpo["samples"]]
     assert {row["prompt"][0]["content"] for row in rows} >= {"again <image>", "<image> or <image>"}
+    assert all(len(row.get("images", ())) == row["prompt"][0]["content"].count("<image>") for row in rows)
+    named = {image["path"]: ImageReference(**image).image().size for row in rows for image in row.get("images", ())}
+    assert {Path(path).name: size for path, size in named.items()} == {f"{i}.png": s for i, s in enumerate(SIZES)}
+    assert any("images" not in row for row in rows), "of a prompt of text"
 
 
 def _scorer(folder: Path, family: str) -> Path:
@@ -318,21 +322,21 @@ def test_the_cache_forgets_the_oldest_beyond_its_budget() -> None:
 # -- references
 
 
-def test_rows_in_flight_have_no_bytes() -> None:
+def test_rows_in_flight_have_no_bytes(tmp_path: Path) -> None:
     """512 prompts with 8 completions each would have a GiB of compressed images of a megapixel."""
     chance = torch.Generator().manual_seed(0)
     pictures = [torch.randint(0, 256, (128, 128, 3), generator=chance, dtype=torch.uint8) for _ in range(16)]
     references = [
-        read_reference(Image.fromarray(pixels.numpy()), "image", folder=None, max_pixels=2**20) for pixels in pictures
+        read_reference(Image.fromarray(pixels.numpy()), "image", folder=None, max_pixels=2**20, store=tmp_path)
+        for pixels in pictures
     ]
     given = [{"input_ids": [1], "images": stored_images([reference])} for reference in references]
     data = Dataset.from_list([*given, {"input_ids": [2], "images": None}]).select(range(16, -1, -1))
-    assert sum(len(reference.content) for reference in references) > 16 * 40_000
-    rows = without_contents(data)
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) > 16 * 40_000
     catalogue = ImageCatalogue(data)
     tracemalloc.start()
-    prompts = [rows[row] for row in range(17)]
-    digests = [[image["digest"] for image in prompt["images"]] for prompt in prompts]
+    prompts = [data[row] for row in range(17)]
+    digests = [digests_of(prompt) for prompt in prompts]
     episodes = [Episode([1, 2], [3], images=of_row) for of_row in digests for _ in range(8)]
     rollout = Rollout.of(episodes, [row // 8 for row in range(17 * 8)])
     found = catalogue(rollout.rows([8 * row + 3 for row in range(17)]))

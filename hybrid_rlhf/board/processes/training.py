@@ -20,13 +20,13 @@ import psutil
 from hybrid_rlhf.board.processes.commands import command_line, start_process
 from hybrid_rlhf.board.processes.form import config_type, read_form
 from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder, RunFolders, run_id
-from hybrid_rlhf.board.runs.reading import open_regular
 from hybrid_rlhf.board.runs.summary import BOARD_LOG, RunSummaries, holding_process
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import config_tree
 from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.names import CHECKPOINTS, CONFIG_FILE, MANIFEST
+from hybrid_rlhf.runtime.files.reading import open_regular
 from hybrid_rlhf.runtime.openmp import shared_cores
 
 _LAUNCH = "board.json"

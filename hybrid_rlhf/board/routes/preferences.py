@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Response
 from pydantic import Field
 
 from hybrid_rlhf.board.asked import ask_models
-from hybrid_rlhf.board.routes.answers import answer
+from hybrid_rlhf.board.routes.answers import Digest, answer, picture
 from hybrid_rlhf.board.routes.chat import ModelPath, SamplingBody
 from hybrid_rlhf.board.routes.training import EmptyBody
 from hybrid_rlhf.board.workspace import BoardWorkspace
@@ -77,6 +77,10 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
     @router.post("")
     def judge(body: JudgementBody) -> Response:
         return answer({"count": preferences.judge(body.pair, body.choice, body.who)})
+
+    @router.get("/{pair}/images/{digest}")
+    def image(pair: str, digest: Digest) -> Response:
+        return picture(preferences.thumbnail(pair, digest))
 
     @router.get("/summary")
     def summary() -> Response:

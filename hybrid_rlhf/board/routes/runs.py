@@ -11,11 +11,11 @@ from pydantic import Field
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.runs.folders import RunFolder
 from hybrid_rlhf.board.runs.marks import delete_run, read_marks, write_marks
-from hybrid_rlhf.board.runs.reading import open_regular
 from hybrid_rlhf.board.runs.summary import BOARD_LOG, printed_text
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, HTML_FILE, LOG_FILE, METRICS_FILE
+from hybrid_rlhf.runtime.files.reading import open_regular
 from hybrid_rlhf.serving.web import KnownKeys, StrictBody
 
 _MOST_RUNS = 50

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Response
 from pydantic import Field
 
-from hybrid_rlhf.board.routes.answers import answer
+from hybrid_rlhf.board.routes.answers import Digest, answer, picture
 from hybrid_rlhf.board.samples.queries import PROMPT_KEY, PromptQuery, SampleQuery
 from hybrid_rlhf.board.samples.rows import UnknownSample
 from hybrid_rlhf.board.workspace import BoardWorkspace
@@ -40,6 +40,10 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
     @router.get("/runs/{run_id}/samples/{step}/{index}")
     def one(run_id: str, step: _Count, index: _Count) -> Response:
         return answer(workspace.samples(folders.get(run_id)).sample(step, index))
+
+    @router.get("/runs/{run_id}/samples/{step}/{index}/images/{digest}")
+    def image(run_id: str, step: _Count, index: _Count, digest: Digest) -> Response:
+        return picture(workspace.samples(folders.get(run_id)).thumbnail(step, index, digest))
 
     @router.get("/runs/{run_id}/prompts")
     def prompts(run_id: str, query: Annotated[PromptQuery, Query()]) -> Response:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.board.runs.folders import RunFolder
-from hybrid_rlhf.board.runs.reading import open_regular
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.folder_lock import FolderLock
+from hybrid_rlhf.runtime.files.reading import open_regular
 
 MARKS_FILE = "notes.json"
 _MOST_BYTES = 100_000

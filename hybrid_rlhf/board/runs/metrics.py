@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_rlhf.board.runs.reading import complete_lines, finite, number, open_regular, parsed
+from hybrid_rlhf.board.runs.reading import complete_lines, finite, number, parsed
+from hybrid_rlhf.runtime.files.reading import open_regular
 
 Floats = NDArray[np.float64]
 _MOST_NAMES = 2000

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybrid_rlhf.board.runs.folders import RunFolder, RunFolders, UnknownRun, run_id
-from hybrid_rlhf.board.runs.reading import complete_lines, open_regular, parsed
+from hybrid_rlhf.board.runs.reading import complete_lines, parsed
 from hybrid_rlhf.board.runs.summary import RunSummaries
 from hybrid_rlhf.board.samples.lines import prompt_messages
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
-from hybrid_rlhf.runtime.files.reading import read_json_object
+from hybrid_rlhf.runtime.files.reading import open_regular, read_json_object
 
 Kind = Literal["chat", "reward"]
 _SYSTEM_ROWS = 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -13,24 +12,12 @@ from typing import Any, BinaryIO
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
+from hybrid_rlhf.runtime.files.reading import open_regular
 
 CHUNK_BYTES = 2**20
 LONGEST_LINE = 64 * 2**20
 """Limit in bytes: a thousand times a rollout's text; a file with a longer line is not a JSON Lines file."""
 _LONGEST_CONFIG = 2**20
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; a link could lead out of the folder, and a pipe would block.
-
-    Raises:
-        OSError: if it does not exist, or is not a regular file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return os.fdopen(descriptor, "rb")
 
 
 def file_size(path: Path) -> int:

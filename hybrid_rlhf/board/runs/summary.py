@@ -21,13 +21,13 @@ from hybrid_rlhf.board.runs.reading import (
     finite,
     last_line,
     number,
-    open_regular,
     read_run_config,
 )
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import STEPS
 from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE, LockOwner
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, LOG_FILE, METRICS_FILE, SAMPLES_FILE
+from hybrid_rlhf.runtime.files.reading import open_regular
 
 COMMANDS = {name: STEPS[name] for name in ("rl", "sft", "reward", "preference")}
 """The config of each training command."""

@@ -30,11 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_rlhf.board.runs.folders import RunFolder
-from hybrid_rlhf.board.runs.reading import complete_lines, file_size, finite, is_count, number, open_regular, parsed
+from hybrid_rlhf.board.runs.reading import complete_lines, file_size, finite, is_count, number, parsed
 from hybrid_rlhf.board.samples.lines import last_text, prompt_key, prompt_messages, words_of
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
-from hybrid_rlhf.runtime.files.reading import cache_folder
+from hybrid_rlhf.runtime.files.reading import cache_folder, open_regular
 
 Rows = NDArray[np.int64]
 _FORMAT = 1
@@ -271,7 +271,7 @@ def _with_lines(database: sqlite3.Connection, state: IndexState, lines: list[tup
         values = (
             rows,
             offset,
-            _prompt_number(database, prompt_messages(row)),
+            _prompt_number(database, row),
             step,
             index if is_count(index) else position,
             group if is_count(group) else -1,
@@ -286,13 +286,13 @@ def _with_lines(database: sqlite3.Connection, state: IndexState, lines: list[tup
     return IndexState(state.generation, rows, end, offset, zlib.crc32(line), components, step, position)
 
 
-def _prompt_number(database: sqlite3.Connection, messages: list[dict[str, Any]]) -> int:
+def _prompt_number(database: sqlite3.Connection, row: dict[str, Any]) -> int:
     """The number of a prompt, which is inserted if it is new."""
-    key = prompt_key(messages)
+    key = prompt_key(row)
     known = database.execute("SELECT prompt FROM prompts WHERE key = ?", (key,)).fetchone()
     if known is not None:
         return int(known[0])
     place = database.execute("INSERT INTO prompts (key) VALUES (?)", (key,)).lastrowid
-    words = " ".join(words_of(last_text(messages)))
+    words = " ".join(words_of(last_text(prompt_messages(row))))
     database.execute("INSERT INTO prompt_words (rowid, words) VALUES (?, ?)", (place, words))
     return place or 0

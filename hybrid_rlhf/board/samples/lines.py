@@ -8,6 +8,8 @@ import re
 import unicodedata
 from typing import Any
 
+from hybrid_rlhf.runtime.observability.samples import recorded_images
+
 _SINGLE = "\u3040-\u30ff\u3400-\u9fff"
 """Characters of languages that are written without spaces: each counts as a word."""
 _WORD = re.compile(rf"[{_SINGLE}]|[^\W_{_SINGLE}]+")
@@ -29,9 +31,11 @@ def last_text(messages: list[dict[str, Any]]) -> str:
     return str(messages[-1].get("content") or "") if messages else ""
 
 
-def prompt_key(messages: list[dict[str, Any]]) -> str:
-    """A hash of messages that is the same in all runs, as 16 hexadecimal digits."""
-    text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
+def prompt_key(row: dict[str, Any]) -> str:
+    """A hash of messages and images of a row's prompt that is the same in all runs, as 16 hexadecimal digits."""
+    messages = prompt_messages(row)
+    digests = [image["digest"] for image in recorded_images(row)]
+    text = json.dumps([messages, digests] if digests else messages, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()
 
 

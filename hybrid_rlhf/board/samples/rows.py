@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from hybrid_rlhf.board.runs.folders import RunFolder
 from hybrid_rlhf.board.runs.reading import finite, is_count, number
 from hybrid_rlhf.board.runs.tokens import RunTokens
+from hybrid_rlhf.board.samples.images import shown_images, thumbnail_of
 from hybrid_rlhf.board.samples.index import Rows, SampleIndex, SampleView, search_words
 from hybrid_rlhf.board.samples.lines import last_text, preview, prompt_key, prompt_messages
 from hybrid_rlhf.board.samples.queries import PromptQuery, SampleQuery, find
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.observability.samples import recorded_images
 
 _CATCH_UP_SECONDS = 0.2
 """Time for which a request indexes new lines; the watcher indexes the rest."""
@@ -104,6 +106,10 @@ class Samples:
                 )
             return view.lines(rows[-1:])[0]
 
+    def thumbnail(self, step: int, position: int, digest: str) -> bytes:
+        """GET /api/runs/RUN/samples/STEP/INDEX/images/DIGEST; raises UserError as `thumbnail_of`."""
+        return thumbnail_of(recorded_images(self.line(step, position)), digest)
+
     def prompts(self, query: PromptQuery) -> dict[str, Any]:
         """GET /api/runs/RUN/prompts, the most frequent first."""
         rows = []
@@ -112,11 +118,11 @@ class Samples:
             (total,) = view.ask(_PROMPT_COUNT, words)
             values = (words, query.limit, query.offset)
             for first, count, steps, score in view.database.execute(_PROMPTS, values).fetchall():
-                messages = prompt_messages(view.lines([first])[0])
+                (line,) = view.lines([first])
                 rows.append(
                     {
-                        "prompt_key": prompt_key(messages),
-                        "preview": preview(last_text(messages)),
+                        "prompt_key": prompt_key(line),
+                        "preview": preview(last_text(prompt_messages(line))),
                         "samples": count,
                         "steps": sorted(map(int, steps.split(","))),
                         "mean_score": score,
@@ -165,7 +171,8 @@ def _shared(row: dict[str, Any], position: int) -> dict[str, Any]:
     length = row.get("length")
     stopped = row.get("stopped")
     return {
-        "prompt_key": prompt_key(prompt_messages(row)),
+        "prompt_key": prompt_key(row),
+        "images": shown_images(recorded_images(row)),
         "step": row["step"],
         "index": position,
         "group": group if is_count(group) else None,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MOST_BYTES = 64 * 2**20
 """Longest file or data URI."""
 _MOST_PIXELS = 64 * 2**20
+THUMBNAIL_PIXELS = 256
+"""Longest side of a thumbnail."""
 _MOST_RATIO = 200
 """Longest side of an image in units of the other; processors scale thinner ones to nothing."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -80,6 +82,16 @@ def png(image: Image.Image) -> bytes:
     """The bytes of a file with an image, as the tower reads it."""
     stored = io.BytesIO()
     _as_rgb(image).save(stored, "PNG")
+    return stored.getvalue()
+
+
+def thumbnail(image: Image.Image) -> bytes:
+    """A small JPEG of an image in RGB, without what its file says besides pixels."""
+    small = image.copy()
+    small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    small.info.clear()
+    stored = io.BytesIO()
+    small.save(stored, "JPEG")
     return stored.getvalue()
 
 

@@ -31,7 +31,7 @@ from hybrid_rlhf.data.images.reading import (
     scaled,
     size_within,
 )
-from hybrid_rlhf.runtime.files.reading import regular_file
+from hybrid_rlhf.runtime.files.reading import open_regular, regular_file
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 if TYPE_CHECKING:
@@ -65,10 +65,12 @@ class ImageReference:
             UserError: if the file has changed.
         """
         try:
-            content = self.content or Path(self.path).read_bytes()
-        except OSError as error:
-            raise UserError(f"{_STAYS}, {self.path} cannot be read ({error.strerror}): put it back") from error
-        image = scaled(open_image(content, self.path or "that of a row"), (self.width, self.height))
+            content = self.content or _file_content(self.path)
+        except (OSError, ValueError) as error:  # ValueError: a path that no file can have, of a foreign run
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"{_STAYS}, {self.path} cannot be read ({reason}): put it back") from error
+        whole = open_image(content, self.path or "that of a row")
+        image = scaled(whole, (min(self.width, whole.width), min(self.height, whole.height)))
         if image_digest(image) != self.digest:
             raise UserError(f"{_STAYS}, {self.path} has changed: start the run again")
         return image
@@ -130,14 +132,20 @@ def read_reference(
 
 @lru_cache(_KNOWN_FILES)
 def _file_reference(path: str, version: str, max_pixels: int) -> ImageReference:
-    require_size(int(version.partition(" ")[0]), path)
-    return _reference(Path(path).read_bytes(), path, max_pixels, path=path, version=version)
+    return _reference(_file_content(path), path, max_pixels, path=path, version=version)
 
 
 def _reference(read: bytes, name: str, max_pixels: int, **stored: Any) -> ImageReference:
     whole = open_image(read, name)
     image = scaled(whole, size_within(whole.size, max_pixels))
     return ImageReference(image_digest(image), *image.size, **stored)
+
+
+def _file_content(path: str) -> bytes:
+    with open_regular(Path(path)) as file:
+        size = os.fstat(file.fileno()).st_size
+        require_size(size, path)
+        return file.read(size)
 
 
 def _version(path: str) -> str:

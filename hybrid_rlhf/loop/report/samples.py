@@ -5,11 +5,16 @@ Only the beginning and the end of samples.jsonl are read, as the file may be lar
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.images.reading import thumbnail
+from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.runtime.files.json_lines import parse_lines
+from hybrid_rlhf.runtime.observability.samples import recorded_images
 
 _END_BYTES = 2**21
 _ROWS = 4
@@ -38,7 +43,18 @@ def first_and_last_samples(path: Path) -> list[dict[str, Any]]:
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:
     turns = [{"role": turn["role"], "content": _short(turn.get("content", ""))} for turn in row["prompt"]]
-    return {"prompt": turns, "completion": _short(row["completion"]), "score": row["score"], "kl": row.get("kl")}
+    images = [{"name": Path(image["path"]).name, "uri": _thumbnail(image)} for image in recorded_images(row)]
+    numbers = {"score": row["score"], "kl": row.get("kl")}
+    return {"prompt": turns, "images": images, "completion": _short(row["completion"]), **numbers}
+
+
+def _thumbnail(image: dict[str, Any]) -> str:
+    """A small image as a data URI; empty if its file is missing or has changed."""
+    try:
+        content = thumbnail(ImageReference(**image).image())
+    except UserError:
+        return ""
+    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
 
 
 def _short(text: Any) -> str:

@@ -20,6 +20,7 @@ from hybrid_rlhf.functional.masking import masked_mean
 from hybrid_rlhf.loop.non_finite import json_numbers
 from hybrid_rlhf.rl.rewards.components import read_prompt
 from hybrid_rlhf.rl.types import Batch, Rollout
+from hybrid_rlhf.runtime.observability.samples import recorded_images
 from hybrid_rlhf.runtime.observability.token_records import COLUMN
 
 _LONGEST_COLUMN = 1000
@@ -54,6 +55,7 @@ class SampleTexts:
                 "prompt_row": prompts[row],
                 "prompt": read_prompt(self._prompts[prompts[row]]),
                 "columns": _short(json.loads(self._prompts[prompts[row]]["columns"])),
+                **self._images(prompts[row]),
                 "completion": sample_text(rollout, row, self._tokenizer),
                 "length": lengths[row],
                 "stopped": stopped[row],
@@ -67,6 +69,10 @@ class SampleTexts:
             }
             for row, number in enumerate(numbers)
         ]
+
+    def _images(self, prompt: int) -> dict[str, Any]:
+        images = recorded_images(self._prompts[prompt])
+        return {"images": images} if images else {}
 
     def of_batch(self, batch: Batch, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Rows of a batch, with the mean advantage of their tokens."""

@@ -6,12 +6,14 @@ the parser's stack, and a parser silently takes the last of two equal keys.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hybrid_rlhf.configs.errors import UserError
 
@@ -66,6 +68,19 @@ def regular_file(path: str | Path, rule: str) -> Path:
         raise UserError(f"{rule}, {path} cannot be read ({reason}): check the path") from error
     kind = "is a folder" if folder else "is a pipe or a device" if exists else "does not exist"
     raise UserError(f"{rule}, {path} {kind}: check the path")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; a link could lead out of the folder, and a pipe would block.
+
+    Raises:
+        OSError: if it does not exist, or is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def read_text(path: str | Path, rule: str) -> str:

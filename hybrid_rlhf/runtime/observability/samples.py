@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,22 @@ from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
 from hybrid_rlhf.runtime.observability.logs import logger, shortened
 
 _SHOWN = 2
+
+
+def recorded_images(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The images of the prompt of a line, as arguments of `ImageReference`, without what other files have there.
+
+    A line names the digest and the file of each, also of one that the row had as bytes.
+    """
+    types = {"digest": str, "width": int, "height": int, "path": str}
+    listed = row.get("images")
+    return [
+        {name: image[name] for name in types}
+        for image in (listed if isinstance(listed, list) else ())
+        if isinstance(image, dict)
+        and all(isinstance(image.get(name), kind) for name, kind in types.items())
+        and image["width"] > 0 < image["height"]
+    ]
 
 
 class SampleLog:

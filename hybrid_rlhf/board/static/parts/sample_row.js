@@ -3,6 +3,9 @@ import { html } from "../core/dom.js";
 import { formatNumber, plural } from "../core/format.js";
 import { link } from "../core/route.js";
 
+/** The address of a sample. */
+export const samplePath = (run, row) => `/api/runs/${run}/samples/${row.step}/${row.index}`;
+
 export const sampleLink = (run, row, more = {}) => link("sample", { run, step: row.step, index: row.index, ...more });
 
 /** [[name, value], ...] of the reward components, unless the only one repeats the score. */

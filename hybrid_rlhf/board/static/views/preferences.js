@@ -134,7 +134,7 @@ export function Preferences({ query }) {
     ${(listLoading || (loading && !pair)) && (asks ? html`<p class="job" role="status"><span class="spinner" aria-hidden="true"></span><span>Both models answer…</span></p>` : html`<${Loading} what="a pair" />`)}
     ${!listLoading && !loading && !error && (asks ? complete && !shown : !shown) && html`<${Empty} title="No pair to judge">A pair needs two different answers to one prompt. ${asks ? "These models gave equal answers, or all rows have been judged."
       : html`${recorded.length > 1 ? "The chosen runs recorded no prompt in common, or all pairs have been judged." : html`Choose a run that records samples (<code>logging.samples_every</code>), or two.`} Under <a href=${link("preferences", { ask: 1 })}>Two models</a>, saved models answer the same prompts.`}</${Empty}>`}
-    ${shown && html`<section class="card"><${Conversation} messages=${shown.prompt} /></section>
+    ${shown && html`<section class="card"><${Conversation} messages=${shown.prompt} images=${shown.images} of=${`/api/preferences/${shown.pair}`} /></section>
       <div class="answers">${answer("left", "1")}${answer("right", "2")}</div>
       <div class="judge"><button class="button" disabled=${busy} onClick=${() => choose("equal")}><kbd>0</kbd> Equal</button>
         <button class="button quiet" disabled=${busy} onClick=${next}><kbd>s</kbd> Skip</button>

@@ -8,7 +8,7 @@ import { useRuns } from "../core/runs.js";
 import { Empty, ErrorLine, Loading, ViewHead } from "../parts/basic.js";
 import { Chart } from "../parts/chart.js";
 import { Conversation } from "../parts/messages.js";
-import { SampleCard } from "../parts/sample_row.js";
+import { SampleCard, samplePath } from "../parts/sample_row.js";
 
 /** Rows by run and step: [[run, [[step, rows], ...]], ...]. */
 function byRunAndStep(rows) {
@@ -48,7 +48,7 @@ export function Prompt({ query }) {
   }
   return html`
     <${ViewHead} title="Prompt" note=${`${plural(data.rows.length, "sample")} in ${plural(found.length, "run")}`}>${back}</${ViewHead}>
-    <section class="card"><${Conversation} messages=${data.prompt} /></section>
+    <section class="card"><${Conversation} messages=${data.prompt} images=${data.rows[0].images} of=${samplePath(data.rows[0].run, data.rows[0])} /></section>
     ${curves.some((curve) => curve.x.length > 1) && html`<section class="card chart-card"><${Chart} title="score" curves=${curves} /></section>`}
     ${found.map(([run, steps]) => html`<section key=${run}><h2 class="section-title">${nameOf(run)}</h2>
       ${steps.map(([step, rows]) => html`<div class="group" key=${step}><header><h3>Step ${formatNumber(step)}</h3></header>

@@ -6,8 +6,9 @@ import { link, setQuery } from "../core/route.js";
 import { useChosen, useIndexing, useRuns } from "../core/runs.js";
 import { Choice, Empty, ErrorLine, Loading, QueryInput, ViewHead } from "../parts/basic.js";
 import { Distributions } from "../parts/histogram.js";
+import { Pictures } from "../parts/messages.js";
 import { RunPicker } from "../parts/picker.js";
-import { SampleCard, SampleRow, count } from "../parts/sample_row.js";
+import { SampleCard, SampleRow, count, samplePath } from "../parts/sample_row.js";
 import { VirtualList, useNarrow } from "../parts/virtual_list.js";
 
 const RANGES = [["score", "Score"], ["length", "Length"], ["kl", "KL"]];
@@ -96,6 +97,7 @@ function Groups({ run, query, steps }) {
         <header><h2 dir="auto">${rows[0].prompt_preview || "–"}</h2>
           <span class="muted">${plural(rows.length, "sample")}, scores ${scores.length ? `${formatNumber(Math.min(...scores))} to ${formatNumber(best)}` : "–"}</span>
           <a href=${link("prompt", { run: run.id, key: rows[0].prompt_key })}>All steps</a></header>
+        <${Pictures} images=${rows[0].images} of=${samplePath(run.id, rows[0])} />
         <div class="group-cards">${rows.map((row) => html`<${SampleCard} key=${row.index} run=${run.id} row=${row} best=${scores.length > 1 && best > Math.min(...scores) && row.score === best} />`)}</div>
       </section>`;
     })}

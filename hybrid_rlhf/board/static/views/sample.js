@@ -8,7 +8,7 @@ import { useIndexing, useRuns } from "../core/runs.js";
 import { Choice, Empty, ErrorLine, Fact, Loading, ViewHead } from "../parts/basic.js";
 import { Conversation, Message } from "../parts/messages.js";
 import { Branch, Replay, Rescore } from "../parts/sample_actions.js";
-import { shownComponents } from "../parts/sample_row.js";
+import { samplePath, shownComponents } from "../parts/sample_row.js";
 import { Tokens } from "../parts/tokens.js";
 
 /** The bars have the scale of the whole run, so that those of two samples can be compared. */
@@ -86,7 +86,7 @@ export function Sample({ query }) {
         ${view === "tokens" ? html`<section class="card"><${Tokens} tokens=${tokens} column=${query.column ?? "advantages"} onColumn=${(column) => setQuery({ column })}
             place=${place} onPlace=${(next) => setQuery({ place: next })}>
             <${Branch} key=${key} run=${run} sample=${sample} place=${place} /></${Tokens}></section>`
-          : html`<section class="card"><${Conversation} messages=${sample.prompt}><${Message} role="assistant" text=${sample.completion} /></${Conversation}></section>`}
+          : html`<section class="card"><${Conversation} messages=${sample.prompt} images=${sample.images} of=${samplePath(run, sample)}><${Message} role="assistant" text=${sample.completion} /></${Conversation}></section>`}
       </div>
       <aside class="sample-side" aria-label="Score and actions">
         <${Facts} sample=${sample} />
