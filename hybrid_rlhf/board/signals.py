@@ -38,6 +38,8 @@ class SampledStep:
     """Its completion."""
     prompts: Sequence[str]
     """Its prompt."""
+    prompt_count: int
+    """Number of different prompts, also by their images."""
 
     def evidence(self, places: Iterable[int]) -> list[dict[str, Any]]:
         """References to the first five of some of the samples."""
@@ -134,7 +136,7 @@ def _in_samples(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
 
 def _most_common(step: SampledStep) -> Sequence[float]:
     """1 for the samples that have the most common text; of a step with few prompts the text says nothing."""
-    if len({*step.prompts}) < _FEWEST_PROMPTS:
+    if step.prompt_count < _FEWEST_PROMPTS:
         return []
     ((answer, _),) = Counter(step.texts).most_common(1)
     return [float(text == answer) for text in step.texts]

@@ -148,7 +148,8 @@ class BoardWorkspace:
                 lines = view.lines(rows)
                 texts = [str(line["completion"]) for line in lines]
                 prompts = [last_text(prompt_messages(line)) for line in lines]
-                sampled.append(SampledStep(int(steps[place]), index[rows].astype(int), texts, prompts))
+                count = len(np.unique(view.column("prompt")[rows]))
+                sampled.append(SampledStep(int(steps[place]), index[rows].astype(int), texts, prompts, count))
         return sampled
 
     def forget(self, run: RunFolder) -> None:

@@ -15,6 +15,9 @@ from datasets import Dataset
 
 from hybrid_rlhf.data.row_views import RowView, augmented_rows, column_array
 
+_Prompt = tuple[np.ndarray, list[str]]
+"""Tokens of the prompt of a row, and the digests of its images."""
+
 
 def with_mismatched_completions(rows: Dataset, *, max_length: int) -> RowView:
     """Double the `responses` and `masks` of each row: append its prompt with completions of the next row that has
@@ -67,7 +70,8 @@ def _next_of_other_prompt(rows: Dataset, max_length: int) -> np.ndarray:
     row where all have the same prompt."""
     is_cut = column_array(rows, "length") >= max_length
     prompts = _prompts(rows)
-    first = last = next(prompts, np.arange(0))
+    nothing: _Prompt = np.arange(0), []
+    first = last = next(prompts, nothing)
     differs = np.zeros(len(rows), dtype=bool)
     for place, prompt in enumerate(prompts, 1):
         differs[place] = not _are_same(prompt, last, cut=bool(is_cut[place] or is_cut[place - 1]))
@@ -78,16 +82,21 @@ def _next_of_other_prompt(rows: Dataset, max_length: int) -> np.ndarray:
     return begins[np.searchsorted(begins, after) % len(begins)] if len(begins) else after % max(len(rows), 1)
 
 
-def _prompts(rows: Dataset) -> Iterator[np.ndarray]:
-    """Tokens of the prompt of each row."""
-    for batch in rows.select_columns(["responses", "masks"]).with_format("arrow").iter(batch_size=1000):
-        for responses, masks in zip(batch["responses"], batch["masks"], strict=True):
+def _prompts(rows: Dataset) -> Iterator[_Prompt]:
+    of_images = [name for name in ("images", "prompt_images") if name in rows.column_names]
+    for batch in rows.select_columns(["responses", "masks", *of_images]).with_format("arrow").iter(batch_size=1000):
+        shown = [batch[name].to_pylist() for name in of_images] or [[None] * len(batch), [0] * len(batch)]
+        for responses, masks, images, count in zip(batch["responses"], batch["masks"], *shown, strict=True):
             begin = masks.values[0].values.to_numpy(zero_copy_only=False).argmax()
-            yield responses.values[0].values.to_numpy()[:begin]
+            ids = responses.values[0].values.to_numpy()[:begin]
+            yield ids, [image["digest"] for image in (images or ())[:count]]
 
 
-def _are_same(prompt: np.ndarray, other: np.ndarray, *, cut: bool) -> bool:
-    """True if two rows have the same prompt; where it was cut (data/encoding.py), each may lack a part of it."""
+def _are_same(one: _Prompt, another: _Prompt, *, cut: bool) -> bool:
+    """True if two rows have the same prompt; where it was cut (data/encoding.py), each may lack a part of its text."""
+    (prompt, images), (other, other_images) = one, another
+    if images != other_images:
+        return False
     if not cut:
         return np.array_equal(prompt, other)
     shared = min(len(prompt), len(other))

@@ -7,8 +7,6 @@ memory. Those of the last images are kept within a budget, as a step calls model
 from __future__ import annotations
 
 import functools
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +26,7 @@ from hybrid_rlhf.models.pretrained.processors import ImageProcessor
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.models.structure import towers_of
 from hybrid_rlhf.models.vision import FeatureCache, ImageEncoder, Images, RowImage
+from hybrid_rlhf.runtime.latest import LatestValues
 
 KEPT_PIXEL_BYTES = 256 * 2**20
 """Pixels that are kept."""
@@ -50,9 +49,7 @@ class ImageLoader:
     def __init__(self, processor: ImageProcessor) -> None:
         """Take the model's processor."""
         self.processor = processor
-        self._kept: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
+        self._kept = LatestValues[dict[str, Tensor]](KEPT_PIXEL_BYTES, dict.values)
         self._blank = processor.blank()
 
     @staticmethod
@@ -83,18 +80,7 @@ class ImageLoader:
         return RowImage(functools.partial(self._load, reference), tokens, int(reference.digest, 16))
 
     def _load(self, reference: ImageReference) -> dict[str, Tensor]:
-        with self._lock:
-            if reference.digest in self._kept:
-                self._kept.move_to_end(reference.digest)
-                return self._kept[reference.digest]
-        arguments = self.processor.pixels([reference.image()])
-        with self._lock:
-            if reference.digest not in self._kept:
-                self._kept[reference.digest] = arguments
-                self._bytes += _bytes_of(arguments)
-            while self._bytes > KEPT_PIXEL_BYTES and len(self._kept) > 1:
-                self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
-        return arguments
+        return self._kept.get(reference.digest, lambda: self.processor.pixels([reference.image()]))
 
 
 class ModelImages:
@@ -240,7 +226,3 @@ class PromptEncoder:
         reader = self._image_reader()
         ids = encode_prompt(messages, self._tokenizer, tools=tools, images=RowImages(reader.layout, references))
         return ids, reader.prompt_images(ids, references)
-
-
-def _bytes_of(arguments: dict[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in arguments.values())

@@ -14,7 +14,6 @@ Shapes: B rows, T time, N real tokens of all rows, M tokens that the model compu
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES, VisionFamily, image_token_id, images_refused
 from hybrid_rlhf.models.packing import take
 from hybrid_rlhf.models.structure import backbone_of, text_model_of
+from hybrid_rlhf.runtime.latest import LatestValues
 
 FEATURE_BYTES = 2**28
 """Maximum bytes of the states that a FeatureCache keeps."""
@@ -187,6 +187,10 @@ class ImageEncoder:
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in joined.items()}
 
 
+_Computed = tuple[list[Tensor], dict[str, Tensor]]
+"""What the tower computes for an image, and the arguments that are no pixels."""
+
+
 class FeatureCache:
     """States of images after a tower that does not change, on the host: it computes each image once while there is
     room. Images are computed one by one, so that their states do not depend on the batch that is first to read them.
@@ -194,10 +198,7 @@ class FeatureCache:
 
     def __init__(self, most_bytes: int = FEATURE_BYTES) -> None:
         """Begin empty; `most_bytes`: maximum bytes of the states that are kept."""
-        self._most_bytes = most_bytes
-        self._kept: OrderedDict[int, tuple[list[Tensor], dict[str, Tensor]]] = OrderedDict()
-        """By the key of the image; least recently used first."""
-        self._bytes = 0
+        self._kept = LatestValues[_Computed](most_bytes, lambda computed: computed[0])
 
     def of(self, encoder: ImageEncoder, images: Sequence[RowImage]) -> tuple[Tensor, ...]:
         """What `ImageEncoder.features` returns for images, on the host."""
@@ -207,21 +208,15 @@ class FeatureCache:
         """The argument of the model that positions depend on, without a load of the pixels."""
         return self._of(encoder, image)[1]["image_grid_thw"]
 
-    def _of(self, encoder: ImageEncoder, image: RowImage) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """What the tower computes, and the arguments that are no pixels."""
-        if image.key in self._kept:
-            self._kept.move_to_end(image.key)
-            return self._kept[image.key]
-        arguments = encoder.joined([image], encoder.dtype)
-        # a training forward reads them too, which it cannot if they are inference tensors
-        with torch.inference_mode(mode=False), torch.no_grad():
-            features = [part.cpu() for part in encoder.computed(arguments)]
-        found = features, {name: value for name, value in arguments.items() if not value.is_floating_point()}
-        self._kept[image.key] = found
-        self._bytes += _bytes_of(features)
-        while self._bytes > self._most_bytes:
-            self._bytes -= _bytes_of(self._kept.popitem(last=False)[1][0])
-        return found
+    def _of(self, encoder: ImageEncoder, image: RowImage) -> _Computed:
+        def compute() -> _Computed:
+            arguments = encoder.joined([image], encoder.dtype)
+            # a training forward reads them too, which it cannot if they are inference tensors
+            with torch.inference_mode(mode=False), torch.no_grad():
+                features = [part.cpu() for part in encoder.computed(arguments)]
+            return features, {name: value for name, value in arguments.items() if not value.is_floating_point()}
+
+        return self._kept.get(image.key, compute)
 
 
 @dataclass(frozen=True)
@@ -356,7 +351,3 @@ def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:
     """States [n, H] of images that a model returns as a tensor, or for each image."""
     whole = parts if isinstance(parts, Tensor) else torch.cat(list(parts))
     return whole.flatten(0, -2)
-
-
-def _bytes_of(parts: Sequence[Tensor]) -> int:
-    return sum(part.nbytes for part in parts)

@@ -143,6 +143,20 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
     assert "at most 67,108,864 bytes" in refused(ImageReference(**given).image)
 
 
+def test_one_answer_to_many_pictures_is_found(tmp_path: Path) -> None:
+    """One question about ten pictures is ten prompts."""
+    write_samples(tmp_path)
+    workspace = workspace_of(tmp_path / "output")
+    (run,) = workspace.folders.all()
+    rows = sample_rows(9, 20)
+    first = json.loads((run.folder / "samples.jsonl").read_text().splitlines()[0])
+    for number, row in enumerate(rows):
+        image = first["images"][0] | {"digest": f"{number:032x}"}
+        row |= {"prompt": first["prompt"], "images": [image], "completion": "always the same"}
+    append_rows(run.folder, rows)
+    assert "same answer to all prompts" in [found.name for found in workspace.signals(run)]
+
+
 # -- judgements
 
 

@@ -44,7 +44,8 @@ def sampled(last_text: str = "reply {} of words that all differ") -> list[Sample
         for text in ("answer {} has words that all differ", last_text)
     ]
     rows = np.arange(16)
-    return [SampledStep(1, rows, texts[0], prompts), *(SampledStep(step, rows, texts[1], prompts) for step in (50, 60))]
+    steps = ((1, 0), (50, 1), (60, 1))
+    return [SampledStep(step, rows, texts[part], prompts, prompt_count=4) for step, part in steps]
 
 
 CASES = {

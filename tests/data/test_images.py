@@ -38,6 +38,7 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.errors import user_error
 from tests.support.messages import assistant, user
+from tests.support.steps import write_lines
 from tests.support.tiny import tiny_model
 from tests.support.vision import FAMILIES, picture, vision_folder, vision_processor
 
@@ -376,6 +377,18 @@ def test_a_check_shows_sizes_and_names_bad_files(folder: Path, write_jsonl: Call
     assert only_read.overlap.texts == [
         f"{file}:{line} has the prompt of {file}:{first}" for line, first in ((1, 1), (3, 3), (4, 1))
     ]
+    shutil.copy(folder / "0.png", folder / "same.png")
+    same = {"prompt": "<image>q", "completion": "a", "images": ["same.png"]}
+    first = write_jsonl([same | {"images": ["0.png"]}, same, same | {"images": ["1.png"]}])
+    for encodes in (True, False):
+        report = check_source(str(first), tokenizer=tokenizer() if encodes else None, images=rules())
+        assert report.duplicates.texts == [f"{first}:2 repeats {first}:1"], "the pixels count, not the name"
+    (folder / "held").mkdir()
+    shutil.copy(folder / "0.png", folder / "held" / "1.png")
+    held = write_lines(folder / "held" / "rows.jsonl", [same | {"images": ["1.png"]}, {"prompt": "q", "images": ["0"]}])
+    report = check_source(str(first), images=ImageRules(), eval_sources=[str(held)])
+    assert report.overlap.texts == [f"{held}:1 has the prompt of {first}:1"]
+    assert report.problems.texts[0].startswith(f"{held}:2: an image must be a file in the folder of its rows")
     pair = {"prompt": "q", "chosen": "a", "rejected": "b", "images": ["0.png"]}
     report = check_source(str(write_jsonl([pair])), tokenizer=tokenizer(), images=rules())
     assert [preview.spans[0][0].count("[image 40x32: ") for preview in report.previews] == [1, 1]

@@ -185,6 +185,44 @@ def test_rows_are_split_by_a_column(write_jsonl: Write) -> None:
         split(write_jsonl(rows), by="colour")
 
 
+@pytest.mark.parametrize("by", ["prompt", "topic"])
+def test_rows_with_images_are_split_where_their_paths_are_read(by: str, write_jsonl: Write, tmp_path: Path) -> None:
+    """Rows with one question and the same picture stay together; the parts have the pictures of their rows."""
+    for number in range(8):
+        (tmp_path / f"{number}.png").write_bytes(bytes([number]))
+    parts = [{"type": "image", "image": "7.png"}, {"type": "text", "text": "q"}]
+    rows: list[Row] = [
+        {"prompt": "<image>q", "completion": str(i), "images": [f"{i % 8}.png"], "topic": i % 8} for i in range(40)
+    ]
+    uri = {"prompt": "<image>q", "image": "data:image/png;base64,AA==", "topic": 9}
+    file = write_jsonl([*rows, uri, {"messages": [user(parts), assistant("a")], "topic": 7}])
+    found = split(file, by=by)
+    images = [{str(row.get("images", ["7.png"])) for row in part if "image" not in row} for part in found.values()]
+    assert all(images) and not images[0] & images[1] and sum(map(len, found.values())) == 42
+    other = tmp_path / "other"
+    other.mkdir()
+    problem = f"rows.jsonl:1: paths of images must be relative to the folder of the output, '0.png' is not in {other}"
+    for copy in (None, b"another picture"):
+        if copy:
+            (other / "0.png").write_bytes(copy)
+        with user_error(problem):
+            split_rows(str(file), {name: other / name for name in "ab"}, [("a", 1.0), ("b", 1.0)], by=by, seed=0)
+        assert not (other / "a").exists()
+        with user_error(problem):
+            blend_rows(other / "c.jsonl", [(str(file), 1.0)], rows=None, seed=0)
+    only_parts = write_jsonl([{"messages": [user(parts), assistant("a")], "topic": 7}])
+    with user_error("'7.png' is not in"):
+        split_rows(str(only_parts), {name: other / name for name in "ab"}, [("a", 1.0), ("b", 1.0)], by=by, seed=0)
+
+
+def test_later_images_are_not_of_the_prompt() -> None:
+    image: Row = {"type": "image"}
+    turns = [user([image, {"type": "text", "text": "q"}]), assistant("a"), user([image])]
+    rows: list[Row] = [{"messages": [*turns, assistant("b")], "images": ["0.png", name]} for name in ("1.png", "2.png")]
+    assert prompt_key("f:1", rows[0]) == prompt_key("f:1", rows[1])
+    assert prompt_key("f:1", rows[0]) != prompt_key("f:1", rows[0] | {"images": ["2.png", "1.png"]})
+
+
 def test_an_empty_part_is_refused_and_nothing_is_written(write_jsonl: Write, tmp_path: Path) -> None:
     file = write_jsonl([{"prompt": "q"}])
     with user_error("each part must get a row"):

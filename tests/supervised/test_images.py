@@ -185,6 +185,10 @@ def test_a_mismatched_completion_keeps_the_images_of_its_prompt() -> None:
             assert len(ids) == len(mask) <= 9
     assert doubled[0]["responses"][1] == [1, 7, 7, 2, 5, 5, 5, 5, 5]
     assert [image["digest"] for image in doubled[0]["images"]] == ["a", "b"]
+    same = [row(name, [place]) for place, name in enumerate("aabba")]
+    doubled = with_mismatched_completions(datasets.Dataset.from_list(same), max_length=9)
+    answers = [found["responses"][1][-1] for found in doubled]
+    assert answers == [2, 2, 4, 4, 2], "questions about different pictures are different prompts"
 
 
 def test_distillation_from_a_teacher_that_sees_the_pictures(

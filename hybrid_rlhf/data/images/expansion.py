@@ -72,7 +72,7 @@ class ImageRules:
             UserError: for an image that cannot be read.
         """
         try:
-            folder = _folder(location) if sources else None
+            folder = rows_folder(location) if sources else None
             return [
                 read_reference(source, f"image {number}", folder=folder, max_pixels=self.max_pixels, store=self.store)
                 for number, source in enumerate(sources, start=1)
@@ -155,7 +155,7 @@ def stored_columns(
     return stored | {"image_order": order if stored["images"] else None, "prompt_images": of_prompt}
 
 
-def _folder(location: str) -> Path | None:
+def rows_folder(location: str) -> Path | None:
     """The folder of the file in which a row is located, FILE:LINE or FILE: row NUMBER; None if it is in no file."""
     name = location.rpartition(":")[0]
     file = Path(name)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 
 import numpy as np
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.rows.files import Row, json_line
+from hybrid_rlhf.data.rows.files import LocatedRows, json_line
+from hybrid_rlhf.data.rows.placing import require_image_paths
 from hybrid_rlhf.data.rows.sources import RowReader, open_source
 from hybrid_rlhf.runtime.files.atomic import whole_file
 
@@ -30,7 +31,8 @@ def blend_rows(output: Path, shares: Sequence[tuple[str, float]], *, rows: int |
         the number of rows taken from each source.
 
     Raises:
-        UserError: if a source cannot be read, or has fewer rows than its share.
+        UserError: if a source cannot be read, has fewer rows than its share, or names images by paths that the folder
+            of the output does not have.
     """
     sources = [open_source(path) for path, _ in shares]
     counts = [source.total() for source in sources]
@@ -43,7 +45,9 @@ def blend_rows(output: Path, shares: Sequence[tuple[str, float]], *, rows: int |
     np.random.default_rng([seed, len(sources)]).shuffle(order)
     with whole_file(output) as file:
         for index in order.tolist():
-            file.write(json_line(next(choices[index])))
+            location, row = next(choices[index])
+            require_image_paths(location, row, output.parent)
+            file.write(json_line(row))
     return {path: number for (path, _), number in zip(shares, taken, strict=True)}
 
 
@@ -69,7 +73,7 @@ def _taken(shares: Sequence[tuple[str, float]], counts: Sequence[int], rows: int
     return taken
 
 
-def _chosen_rows(source: RowReader, count: int, number: int, seed: list[int]) -> Iterator[Row]:
+def _chosen_rows(source: RowReader, count: int, number: int, seed: list[int]) -> LocatedRows:
     chosen = np.zeros(count, dtype=bool)
     chosen[np.random.default_rng(seed).permutation(count)[:number]] = True
-    return (row for _, row in compress(source, chosen))
+    return compress(source, chosen)

@@ -52,7 +52,6 @@ from hybrid_rlhf.data.rows.formats import (
     read_stepwise_row,
     unreadable_row_error,
 )
-from hybrid_rlhf.data.rows.placing import IMAGE_COLUMNS
 from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.published import published_format
 from hybrid_rlhf.data.rows.sources import open_source
@@ -171,13 +170,13 @@ def check_source(
         report.rows += 1
         report.columns.update(row.keys())
         with problems.collected():
-            form = _check_row(report, location, row, tokenizer, previews, images)
-            read = {name: row[name] for name in (*form, "tools", *IMAGE_COLUMNS) if name in row}
-            earlier = seen.setdefault(_digest(read), location)
+            form, digests = _check_row(report, location, row, tokenizer, previews, images)
+            read = [row[name] for name in (*form, "tools") if name in row]
+            earlier = seen.setdefault(_digest([form, read, digests]), location)
             if earlier != location:
                 report.duplicates.add(UserError(f"{location} repeats {earlier}"))
             if eval_sources:
-                prompts.setdefault(_digest(prompt_key(location, row, images.refusal)), location)
+                prompts.setdefault(_digest(prompt_key(location, row, images)), location)
     if not report.rows and not problems.count:
         found = f"{path} has only ties" if report.ties else f"{path} is empty"
         raise UserError(f"a data source must have rows, {found}: check the path")
@@ -224,9 +223,10 @@ def _find_overlap(
     """Report the held-out rows whose prompt occurs in the source, with the locations of both."""
     for source in eval_sources:
         for location, row in open_source(source):
-            earlier = prompts.get(_digest(prompt_key(location, row, images.refusal)))
-            if earlier is not None:
-                report.overlap.add(UserError(f"{location} has the prompt of {earlier}"))
+            with report.problems.collected():
+                earlier = prompts.get(_digest(prompt_key(location, row, images)))
+                if earlier is not None:
+                    report.overlap.add(UserError(f"{location} has the prompt of {earlier}"))
 
 
 def _digest(content: Any) -> bytes:
@@ -241,7 +241,8 @@ def _check_row(
     tokenizer: PreTrainedTokenizerBase | None,
     previews: int,
     images: ImageRules,
-) -> tuple[str, ...]:
+) -> tuple[tuple[str, ...], list[str]]:
+    """Returns the row's form, and the digests of its images."""
     form = form_of(report.task, row)
     if form is None:
         raise unreadable_row_error(location, row, [" + ".join(form) for form in FORMS[report.task]])
@@ -249,11 +250,12 @@ def _check_row(
     if tokenizer is None:
         record = read(location, row, refusal=images.refusal)
         has_groups = isinstance(record, (PreferenceRow, LabelledRow))
-        images.references(location, [*chain.from_iterable(record.images)] if has_groups else record.images)
+        shown = images.references(location, [*chain.from_iterable(record.images)] if has_groups else record.images)
     else:
         encoded = encode(location, row, tokenizer, report.limit, images=images)
         for encoded_row in encoded:
             require_rendered(location, row, encoded_row["ignored"])
+        shown = [image for encoded_row in encoded for image in tokenised_images(encoded_row)]
         report.lengths += [encoded_row["full_length"] for encoded_row in encoded]
         report.image_tokens += filter(None, (images.tokens(tokenised_images(encoded_row)) for encoded_row in encoded))
         report.too_long += sum(encoded_row["cut"] for encoded_row in encoded)
@@ -266,7 +268,7 @@ def _check_row(
                 for part in _sequences(encoded_row, report.task)
             ]
     report.forms[" + ".join(form)] += 1
-    return form
+    return form, [image.digest for image in shown]
 
 
 def _sequences(

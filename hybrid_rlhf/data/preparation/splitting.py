@@ -17,9 +17,10 @@ from typing import Any, BinaryIO
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.data.images.expansion import TEXT_ONLY
+from hybrid_rlhf.data.images.expansion import IMAGE_MARK, ImageRules
 from hybrid_rlhf.data.rows.files import Row, json_line
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_sft_row
+from hybrid_rlhf.data.rows.placing import require_image_paths
 from hybrid_rlhf.data.rows.sources import missing_columns_error, open_source
 from hybrid_rlhf.runtime.files.atomic import whole_file
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
@@ -41,7 +42,8 @@ def split_rows(
         the number of rows of each part.
 
     Raises:
-        UserError: if the source cannot be read, a row has no prompt or no such column, or a part gets no row.
+        UserError: if the source cannot be read, a row has no prompt or no such column, a part gets no row, or rows name
+            images by paths that the folder of a part does not have.
     """
     counts = dict.fromkeys(outputs, 0)
     edges = list(accumulate(share for _, share in shares))
@@ -52,6 +54,7 @@ def split_rows(
         for location, row in progress.track(source):
             key = prompt_key(location, row) if by == "prompt" else _column_key(location, row, by)
             part = shares[bisect_right(edges[:-1], position(key, seed) * edges[-1])][0]
+            require_image_paths(location, row, outputs[part].parent)
             files[part].write(json_line(row))
             counts[part] += 1
         empty = next((name for name, count in counts.items() if not count), None)
@@ -69,33 +72,38 @@ def position(key: str, seed: int) -> float:
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def prompt_key(location: str, row: Row, refusal: str = TEXT_ONLY) -> str:
-    """A key that is equal for rows with the same prompt: the turns before the first answer, or plain text.
+def prompt_key(location: str, row: Row, images: ImageRules | None = None) -> str:
+    """A key that is equal for rows with the same prompt: the turns before the first answer and their images, or plain
+    text.
 
     Args:
         location: beginning of errors.
         row: row as read from its source.
-        refusal: why there may be no images; empty: those of the row are part of the key.
+        images: reads the images, so that the key has their pixels; None: it has what the row says of them, as paths.
 
     Raises:
         UserError: for a row without a prompt.
     """
-    images: list[Any] = []
+    refusal = "" if images is None else images.refusal
+    given: list[Any] = []
     if "prompt" in row or "messages" in row:
         asked = read_prompt_row(location, row, refusal=refusal)
         prompt = asked.messages if "prompt" in row else _before_the_answer(asked.messages)
-        images = asked.images
+        given = asked.images
     elif "chosen" in row and "rejected" in row:
         pair = read_preference_row(location, row, refusal=refusal)
         prompt = _before_the_answer(pair.prompt)
-        images = pair.images[0]
+        given = pair.images[0]
     elif isinstance(row.get("text"), str):
         return str(row["text"]).strip()
     elif "segments" in row:
         return str(read_sft_row(location, row).text).strip()
     else:
         raise missing_columns_error(location, row, ["prompt", "messages", "chosen + rejected", "text"])
-    return json.dumps([[turn["role"], turn.get("content", "").strip()] for turn in prompt] + list(map(str, images)))
+    texts = [turn.get("content", "").strip() for turn in prompt]
+    given = given[: sum(text.count(IMAGE_MARK) for text in texts)]
+    names = [read.digest for read in images.references(location, given)] if images else map(str, given)
+    return json.dumps([[turn["role"], text] for turn, text in zip(prompt, texts, strict=True)] + [*names])
 
 
 def _before_the_answer(messages: Sequence[Message]) -> list[Message]:

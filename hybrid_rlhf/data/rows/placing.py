@@ -7,12 +7,13 @@ text. Without either, the images of the column precede the text of the first use
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import RESULT_ROLES, Message
-from hybrid_rlhf.data.images.expansion import IMAGE_MARK, IMAGES_KEY, WRITTEN
+from hybrid_rlhf.data.images.expansion import IMAGE_MARK, IMAGES_KEY, WRITTEN, rows_folder
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.runtime.observability.logs import shortened
 
@@ -73,6 +74,29 @@ def with_written_images(messages: Sequence[Message]) -> list[Message]:
 def listed_images(images: Any) -> list[Any]:
     """The images of a column: a list, one, or none."""
     return images if isinstance(images, list) else [images] if images else []
+
+
+def require_image_paths(location: str, row: Row, folder: Path) -> None:
+    """Raise a UserError for a path of an image that a file in another folder would not have."""
+    given = [image for name in IMAGE_COLUMNS for image in listed_images(row.get(name))] + [*_parts([*row.values()])]
+    paths = [image.get("path") if isinstance(image, dict) and not image.get("bytes") else image for image in given]
+    for path in paths:
+        if not isinstance(path, str) or path.startswith("data:"):
+            continue
+        file, own = folder / path, (rows_folder(location) or folder) / path
+        if not file.is_file() or (own.is_file() and not own.samefile(file)):
+            raise UserError(
+                f"{location}: paths of images must be relative to the folder of the output, {shortened(path)!r} is not "
+                f"in {folder.absolute()}: write the output there"
+            )
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """The images of the parts of messages, at any depth of a row."""
+    if isinstance(value, dict) and value.get("type") == "image":
+        yield value.get("image")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _parts(item)
 
 
 def _marked(message: Message, has_column: bool) -> list[Any]:

@@ -9,7 +9,6 @@ The prefix tree compares images by their content: equal prompts with different p
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -18,6 +17,7 @@ import torch
 
 from hybrid_rlhf.generation.model.images import position_offset
 from hybrid_rlhf.models.vision import EncodedImages
+from hybrid_rlhf.runtime.latest import LatestValues
 
 ENCODED_BYTES = 2**28
 """Maximum bytes of the states of images that are kept after their prompts."""
@@ -72,28 +72,16 @@ class EncodedPrompts:
 
     def __init__(self, most_bytes: int = ENCODED_BYTES) -> None:
         """Begin empty; `most_bytes`: maximum bytes of the states that are kept."""
-        self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], EncodedImages] = OrderedDict()
-        """Least recently used first."""
+        self._kept = LatestValues[EncodedImages](most_bytes, lambda images: (images.states, *images.deep))
 
     def of(self, images: PromptImages) -> EncodedImages:
         """Return the encoded images of a prompt, and set their offset."""
-        name = tuple(images.places), tuple(images.keys)
-        encoded = self._kept.pop(name, None)
-        if encoded is None:
-            # a training forward may read the tower's states too, which it cannot if they are inference tensors
-            with torch.inference_mode(mode=False), torch.no_grad():
-                encoded = images.encode()
+        # a training forward may read the tower's states too, which it cannot if they are inference tensors
+        with torch.inference_mode(mode=False), torch.no_grad():
+            encoded = self._kept.get((tuple(images.places), tuple(images.keys)), images.encode)
         images.offset = position_offset(encoded)
-        self._kept[name] = encoded
-        while sum(map(_state_bytes, self._kept.values())) > self._most_bytes:
-            self._kept.popitem(last=False)
         return encoded
 
     def clear(self) -> None:
         """Forget all images, as after a change of the weights."""
         self._kept.clear()
-
-
-def _state_bytes(images: EncodedImages) -> int:
-    return sum(part.nbytes for part in (images.states, *images.deep))

@@ -40,12 +40,11 @@ from hybrid_rlhf.data.preparation.conversion.turns import (
 )
 from hybrid_rlhf.data.rows.files import Row, json_line
 from hybrid_rlhf.data.rows.formats import read_labelled_row, read_preference_row, read_prompt_row, read_sft_row
-from hybrid_rlhf.data.rows.placing import IMAGE_COLUMNS, listed_images
+from hybrid_rlhf.data.rows.placing import require_image_paths
 from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.published import MATCHES, MESSAGE_COLUMNS, SHARED, detected_format
 from hybrid_rlhf.data.rows.sources import found_columns, open_source
 from hybrid_rlhf.runtime.files.atomic import whole_file
-from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 CONVERSIONS: dict[FormatName, Conversion] = {
@@ -130,7 +129,7 @@ def convert(
             for location, record in CONVERSIONS[chosen](counted(), ranked_as, problems):
                 with problems.collected():
                     row = checked(location, record, ranked_as)
-                    _require_images(location, row, output.parent)
+                    require_image_paths(location, row, output.parent)
                     file.write(json_line(row))
                     written += 1
             if problems.count and not skip_bad:
@@ -185,18 +184,6 @@ def checked(location: str, record: Record, ranked_as: RankedAs) -> Row:
     else:
         read_prompt_row(location, row, refusal="")
     return row
-
-
-def _require_images(location: str, row: Row, folder: Path) -> None:
-    """Raise a UserError for a path of an image that is not one in the folder of the output."""
-    images = [image for name in IMAGE_COLUMNS for image in listed_images(row.get(name))]
-    paths = [image.get("path") if isinstance(image, dict) and not image.get("bytes") else image for image in images]
-    for path in paths:
-        if isinstance(path, str) and not path.startswith("data:") and not (folder / path).is_file():
-            raise UserError(
-                f"{location}: paths of images must be relative to the folder of the output, {shortened(path)!r} is not "
-                f"in {folder.absolute()}: write the output there"
-            )
 
 
 def _first(problems: RowProblems) -> str:
