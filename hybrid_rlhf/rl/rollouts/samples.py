@@ -37,7 +37,8 @@ class SampleTexts:
     def __call__(self, rollout: Rollout, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Rows of a scored rollout as text, with their numbers and scores.
 
-        Each weight version has the number of tokens that it sampled; scores of components are unweighted.
+        Each weight version has the number of tokens that it sampled; scores of components are unweighted. Images are
+        digests.
         """
         assert rollout.prompt_rows is not None
         prompts = rollout.prompt_rows.tolist()
@@ -46,6 +47,7 @@ class SampleTexts:
         versions = iter(rollout.weight_versions[mask].tolist())
         scores = json_numbers(rollout.penalized_scores)
         components = {name: json_numbers(values) for name, values in rollout.components.items()}
+        images = [[]] * len(rollout) if rollout.images is None else rollout.images.of_rows
         kl = [None] * len(rollout) if rollout.kl is None else json_numbers(rollout.kl)
         return [
             {
@@ -55,6 +57,7 @@ class SampleTexts:
                 "prompt": read_prompt(self._prompts[prompts[row]]),
                 "columns": _short(json.loads(self._prompts[prompts[row]]["columns"])),
                 "completion": sample_text(rollout, row, self._tokenizer),
+                **({"images": images[row]} if images[row] else {}),
                 "length": lengths[row],
                 "stopped": stopped[row],
                 "score": scores[row],
