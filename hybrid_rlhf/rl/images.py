@@ -68,7 +68,7 @@ class ImageCatalogue:
         Args:
             data: tokenised rows; those without the column have no images.
             rules: how images that an environment shows are read.
-            folders: that to which these are written, and others that may have them.
+            folders: that to which these are written, and others from which they are copied.
         """
         self.rules = rules
         self._folders = folders
@@ -113,12 +113,8 @@ class ImageCatalogue:
         images = self.rules.read(location, [_opened(location, source) for source in sources])
         assert images is not None, "a model that reads images"
         for image in images.references:
-            file = self._folders[0] / _name(image.digest)
-            if image.content and not file.exists():
-                file.parent.mkdir(parents=True, exist_ok=True)
-                beside = file.with_name(f"{file.name}.{uuid.uuid4().hex[:8]}")  # other episodes may write it, too
-                write_whole(beside, image.content)
-                os.replace(beside, file)
+            if image.content:
+                _write_once(self._folders[0] / _name(image.digest), image.content)
         return replace(images, references=[self.reference(image.digest) for image in images.references])
 
     def __call__(self, rollout: Rollout) -> list[list[ImageReference]]:
@@ -134,8 +130,10 @@ class ImageCatalogue:
     def _reference(self, digest: str) -> ImageReference:
         place = int(np.searchsorted(self._digests, digest.encode()))
         if self._digests[place : place + 1].tolist() != [digest.encode()]:
-            folder = next((each for each in self._folders if (each / _name(digest)).exists()), self._folders[0])
-            return read_reference(_name(digest), "", folder=folder, max_pixels=self.rules.max_pixels)
+            own, *others = [folder / _name(digest) for folder in self._folders]
+            for file in filter(Path.exists, others):
+                _write_once(own, file.read_bytes())
+            return read_reference(_name(digest), "", folder=self._folders[0], max_pixels=self.rules.max_pixels)
         number, row = self._places[place].tolist()
 
         def load() -> ImageReference:
@@ -156,6 +154,15 @@ def _opened(location: str, source: Any) -> Any:
         return regular_file(source, rule).read_bytes()
     except OSError as error:
         raise UserError(f"{rule}, {source} cannot be read ({error.strerror}): check the path") from error
+
+
+def _write_once(file: Path, content: bytes) -> None:
+    """Write a file unless it exists; other episodes and ranks may do so, too."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_name(f"{file.name}.{uuid.uuid4().hex[:8]}")
+        write_whole(beside, content)
+        os.replace(beside, file)
 
 
 def _name(digest: str) -> str:

@@ -340,6 +340,7 @@ class RLTrainer(Trainer):
             stored = content["partial_step"]
             batch = restored_rows(Batch, state.shards, _PARTIAL_STEP, stored["metrics"], self._world)
             assert batch is not None
+            self._roles.images_of(batch.rollout)  # which brings them to the run's folder for its own checkpoints
             progress = Progress(self._world.device)
             progress.load_state_dict(stored["progress"], self._roles)
             last = [without_prefix(_LAST_LOGPROBS, shard) for shard in state.shards]

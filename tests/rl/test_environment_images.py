@@ -8,6 +8,7 @@ import itertools
 import json
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.errors import user_error
 from tests.support.faults import Point, run_step
+from tests.support.marks import slow
 from tests.support.steps import MODULES, run_outputs, words, write_lines
 from tests.support.tiny import save_tiny, tiny_model
 from tests.support.vision import (
@@ -344,7 +346,7 @@ def stored(output: Path) -> list[Path]:
 COMPARED = "loss/policy objective/scores policy/entropy actor/grad_norm completions/mean_length".split()
 
 
-@pytest.mark.parametrize("vision", ["freeze", "train"])
+@pytest.mark.parametrize("vision", ["freeze", slow("train")])
 def test_ranks_of_which_one_has_no_picture_wait_for_each_other(vision: str, folder: Path, tmp_path: Path) -> None:
     """Under stage 3 every rank computes every module in every micro-batch."""
     options = f"--model.vision {vision} --train.micro_batch_size 1 --environment.path {__file__}:Rare"
@@ -360,17 +362,18 @@ def test_ranks_of_which_one_has_no_picture_wait_for_each_other(vision: str, fold
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_run_learns_the_same(sent: signal.Signals, folder: Path, tmp_path: Path) -> None:
-    """In its folder after a step, and in another one within a step, whose pictures no environment shows again."""
+    """In its folder after a step; within a step in another one, twice: no environment shows its pictures again."""
     options = "--algorithm.epochs 2", "--train.save_every 1"
     assert run_step(MODULES["ppo"], 1, line_of(tmp_path / "whole", folder, *options)) == [0]
     cut = line_of(tmp_path / "cut", folder, *options)
     point = Point("hybrid_rlhf.rl.updates.updater:Updater._update_actor", 6, signal=sent)
     assert run_step(MODULES["ppo"], 1, cut, point) == [-sent if sent == signal.SIGKILL else 128 + sent]
     if sent == signal.SIGTERM:
-        cut = line_of(tmp_path / "other", folder, *options, f"--resume {tmp_path}/cut/checkpoints/step_1_update_2")
-    else:
-        cut += ["--resume", "auto"]
-    assert run_step(MODULES["ppo"], 1, cut) == [0]
+        cut = line_of(tmp_path / "other", folder, *options)
+        again = [*cut, "--resume", f"{tmp_path}/cut/checkpoints/step_1_update_2"]
+        assert run_step(MODULES["ppo"], 1, again, replace(point, call=1)) == [128 + sent]
+        (tmp_path / "cut").rename(tmp_path / "moved")
+    assert run_step(MODULES["ppo"], 1, [*cut, "--resume", "auto"]) == [0]
     found, whole = outputs(Path(parse_config(RLConfig, cut).output_dir)), outputs(tmp_path / "whole")
     assert found["metrics"][-1] == whole["metrics"][-1]
     assert {name: found[name] for name in found if name.startswith("actor")} == {
@@ -386,7 +389,7 @@ def test_a_step_is_replayed(folder: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "scratch" / "result.json").read_text())["identical"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, slow(2)])
 def test_a_lag_shows_the_same(ranks: int, folder: Path, tmp_path: Path) -> None:
     """Turns wait between two slices of time, and go to all ranks that share the model, with their pictures."""
     options = f"--rollout.tensor_parallel {ranks}", "--actor.optimizer.lr 0 --train.max_steps 3"
