@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation.backends.backend import BackendName, GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.batching.images import PromptImages
+from hybrid_rlhf.generation.batching.images import GivenImages, PromptImages
 from hybrid_rlhf.generation.batching.requests import (
     DecodeWork,
     NewTokens,
@@ -85,6 +85,8 @@ class GenerationEngine:
             backend.reads_images,
             backend.banned_ids,
         )
+        if image_reader is not None:
+            self.maker.prompt_images = lambda ids, images: image_reader().prompt_images(ids, images)
         """Turns prompts into requests."""
         self._last_number = len(self.maker.adapters)
         self._work_before = backend.work
@@ -284,7 +286,7 @@ class GenerationEngine:
         until: Collection[int] | None = None,
         rows: int | None = None,
         adapters: Sequence[str | None] = (),
-        images: Sequence[PromptImages | None] = (),
+        images: Sequence[GivenImages] = (),
     ) -> list[list[Completion]]:
         """Complete each prompt. All tensor-parallel ranks must make this call, with the same prompts and seeds.
 
@@ -301,7 +303,8 @@ class GenerationEngine:
             rows: maximum number of completions decoded together, by which the progress of the others does not depend
                 on earlier calls; none: as many as the backend has room for. Native backend.
             adapters: name of the adapter of each prompt, None for the model itself; empty: no adapters.
-            images: images of each prompt, None for a prompt without; empty: there are none. Native backend.
+            images: images of each prompt, or references that `image_reader` reads; None for a prompt without; empty:
+                there are none. Native backend.
 
         Returns:
             completions[i][j]: sample j of prompt i. The completions of a prompt depend only on its own seed.

@@ -30,7 +30,7 @@ from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.continuous import BatchLoad
 from hybrid_rlhf.generation.batching.grammar import compile_untrusted, compiled_grammar
-from hybrid_rlhf.generation.batching.images import PromptImages
+from hybrid_rlhf.generation.batching.images import GivenImages, PromptImages
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker, continue_requests
 from hybrid_rlhf.generation.sampling import Completion, FinishReason, PromptLogprobs, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -85,7 +85,7 @@ class PromptBatch:
     """For each prompt, true to record the experts of its tokens; empty: for none."""
     first_sample: int = 0
     """Number of the first sample of each prompt, for those of one prompt and seed that are submitted by parts."""
-    images: Sequence[PromptImages | None] = ()
+    images: Sequence[GivenImages] = ()
     """As in `GenerationEngine.generate`."""
 
 

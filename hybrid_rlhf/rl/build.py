@@ -18,6 +18,7 @@ from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
 from hybrid_rlhf.configs.sections.placement import is_automatic
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.data.images.expansion import ImageRules
 from hybrid_rlhf.data.loaders import FEW_UPDATES, RowStream
 from hybrid_rlhf.data.tokenized import TokenizedData, load_prompt_data, load_ptx_data
 from hybrid_rlhf.engines.averaging import WeightAverage
@@ -35,7 +36,7 @@ from hybrid_rlhf.planning.micro_batches import resolve_micro_batches
 from hybrid_rlhf.planning.room import require_room, resolve_keep_weights, resolve_kv_cache
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import build_runner
-from hybrid_rlhf.rl.images import ImageCatalogue, require_images_read
+from hybrid_rlhf.rl.images import IMAGES, ImageCatalogue, require_images_read
 from hybrid_rlhf.rl.parts import RLParts, RLSession
 from hybrid_rlhf.rl.rewards.functions import load_function
 from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
@@ -88,8 +89,21 @@ def rl_session(
         log_placement(config, placement, run.world)
         require_room(config, placement, run.world)
         run.placed = config, placement
-        prompts, ptx = _read_data(config, run, actor_path, tokenizer)
-        images = ImageCatalogue.of(prompts)
+        rules = image_rules(config, actor_path, tokenizer)
+        prompts, ptx = _read_data(config, run, tokenizer, rules)
+        runs = [run.folder, *([] if run.checkpoint is None else [run.checkpoint.parents[1]])]
+        catalogue = ImageCatalogue(
+            prompts.train, prompts.held_out, rules=rules, folders=[folder / IMAGES for folder in runs]
+        )
+        environments = build_runner(
+            config.environment,
+            rollout=config.rollout,
+            tokenizer=tokenizer,
+            world=run.world,
+            samples=any(group[0] == run.world.rank for group in placement.sampling_groups),
+            images=catalogue,
+        )
+        images = catalogue if prompts.has_images or (environments and environments.shows_images) else None
         if images is not None:
             require_images_read(config, placement)
         stream = _stream(config, len(prompts.train))
@@ -100,13 +114,6 @@ def rl_session(
         few_updates = few_updates_text(config, len(prompts.train))
         if few_updates and run.world.is_main:
             note(few_updates)
-        environments = build_runner(
-            config.environment,
-            rollout=config.rollout,
-            tokenizer=tokenizer,
-            world=run.world,
-            samples=any(group[0] == run.world.rank for group in placement.sampling_groups),
-        )
         value_lam = 1.0 if config.critic is None else config.critic.gae_lambda
         algorithm = (algorithm_class or ALGORITHMS[config.algorithm.name])(config.algorithm, value_lam=value_lam)
         algorithm.component_weights = {part.label: part.weight for part in config.reward.named}
@@ -186,10 +193,9 @@ def _beside_training(
 
 
 def _read_data(
-    config: RLConfig, run: Run, path: str, tokenizer: PreTrainedTokenizerBase
+    config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase, images: ImageRules
 ) -> tuple[TokenizedData, TokenizedData | None]:
-    """Tokenized prompts, and the texts of PTX if configured, for the model at a path."""
-    images = image_rules(config, path, tokenizer)
+    """Tokenized prompts, and the texts of PTX if configured."""
     prompts = load_prompt_data(
         config.data,
         tokenizer=tokenizer,

@@ -1,26 +1,36 @@
-"""The images of a run's prompts. Rollouts have their digests, files have their bytes."""
+"""The images of a run's prompts and environments. Rollouts have their digests, files have their bytes.
+
+An image that an environment shows is a file of the run's folder, named by its digest: all ranks find it, and so does a
+run that resumes from a checkpoint within a step.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
 from datasets import Dataset
 from pyarrow import compute
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.data.images.references import ImageReference, tokenised_images
-from hybrid_rlhf.data.tokenized import TokenizedData
+from hybrid_rlhf.data.images.expansion import NO_IMAGES, ImageRules, RowImages
+from hybrid_rlhf.data.images.references import ImageReference, read_reference, tokenised_images
 from hybrid_rlhf.rl.types import Rollout
+from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.reading import regular_file
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement
 
-if TYPE_CHECKING:
-    pass
-
+IMAGES = "images"
+"""Folder of a run with the images of its environment."""
 _KNOWN = 2**16
 """Number of references that are kept."""
 
@@ -29,10 +39,18 @@ ImagesOf = Callable[[Rollout], list[list[ImageReference]] | None]
 
 
 class ImageCatalogue:
-    """References to the images of data sets by their digests, the same on every rank."""
+    """References to images by their digests, the same on every rank."""
 
-    def __init__(self, *data: Dataset) -> None:
-        """Take tokenised rows; those without the column have no images."""
+    def __init__(self, *data: Dataset, rules: ImageRules = NO_IMAGES, folders: Sequence[Path] = ()) -> None:
+        """Take the images of data sets, and of environments.
+
+        Args:
+            data: tokenised rows; those without the column have no images.
+            rules: how images that an environment shows are read.
+            folders: that to which these are written, and others from which they are copied.
+        """
+        self.rules = rules
+        self._folders = folders
         # whole tables: they stay on the disk, where a selection of their rows would be read with all bytes
         tables = [rows.select_columns(["images"]).data for rows in data if "images" in rows.column_names]
         self._data = [Dataset(table) for table in tables]
@@ -51,10 +69,27 @@ class ImageCatalogue:
         self.reference = functools.lru_cache(_KNOWN)(self._reference)
         """Returns the reference of a digest."""
 
-    @classmethod
-    def of(cls, data: TokenizedData) -> Self | None:
-        """That of a run's prompts; None if none has an image."""
-        return cls(data.train, data.held_out) if data.has_images else None
+    @property
+    def has_data(self) -> bool:
+        """True if the data sets have images."""
+        return len(self._digests) > 0
+
+    def read(self, location: str, sources: Sequence[Any]) -> RowImages:
+        """Read images that an environment shows, and write each content to the folder once. Threads may call it.
+
+        Args:
+            location: beginning of errors.
+            sources: as in `read_reference`, except that a path is any that this process may read.
+
+        Raises:
+            UserError: for an image that cannot be read.
+        """
+        images = self.rules.read(location, [_opened(location, source) for source in sources])
+        assert images is not None, "a model that reads images"
+        for image in images.references:
+            if image.content:
+                _write_once(self._folders[0] / _name(image.digest), image.content)
+        return replace(images, references=[self.reference(image.digest) for image in images.references])
 
     def __call__(self, rollout: Rollout) -> list[list[ImageReference]]:
         """The images of each row."""
@@ -68,8 +103,38 @@ class ImageCatalogue:
 
     def _reference(self, digest: str) -> ImageReference:
         place = int(np.searchsorted(self._digests, digest.encode()))
+        if self._digests[place : place + 1].tolist() != [digest.encode()]:
+            own, *others = [folder / _name(digest) for folder in self._folders]
+            for file in filter(Path.exists, others):
+                _write_once(own, file.read_bytes())
+            return read_reference(_name(digest), "", folder=self._folders[0], max_pixels=self.rules.max_pixels)
         number, row = self._places[place].tolist()
         return next(image for image in tokenised_images(self._data[number][row]) if image.digest == digest)
+
+
+def _opened(location: str, source: Any) -> Any:
+    """The bytes of a file, or another source as it is."""
+    if not isinstance(source, str | Path) or str(source).startswith("data:"):
+        return source
+    rule = f"{location}: an image must be a file"
+    try:
+        return regular_file(source, rule).read_bytes()
+    except OSError as error:
+        raise UserError(f"{rule}, {source} cannot be read ({error.strerror}): check the path") from error
+
+
+def _write_once(file: Path, content: bytes) -> None:
+    """Write a file unless it exists; other episodes and ranks may do so, too."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_name(f"{file.name}.{uuid.uuid4().hex[:8]}")
+        write_whole(beside, content)
+        os.replace(beside, file)
+
+
+def _name(digest: str) -> str:
+    """The file of an image of an environment, in its folder."""
+    return f"{digest[:2]}/{digest}"
 
 
 def digests_of(row: Mapping[str, Any]) -> list[str]:
@@ -80,7 +145,7 @@ def digests_of(row: Mapping[str, Any]) -> list[str]:
 def require_images_read(config: RLConfig, placement: Placement) -> None:
     """Raise UserError for settings whose prompts must be text."""
     given = {
-        "environment": config.environment,
+        "environment.program or rollout.endpoint": config.environment is not None and config.environment.path is None,
         "rollout.max_lag and placement.sampler": placement.separate_sampler and config.rollout.max_lag > 0,
         "placement.critic_copy": CRITIC_COPY in placement.roles,
         "rollout.backend module": config.rollout.backend == "module",

@@ -82,7 +82,7 @@ class RLTrainer(Trainer):
         self._entropy: EntropyController | None = None
         if (entropy := parts.algorithm.entropy) is not None and entropy.method == "adaptive":
             self._entropy = EntropyController(entropy, coef=config.algorithm.entropy_coef)
-        self._texts = SampleTexts(session.prompts, session.tokenizer)
+        self._texts = SampleTexts(session.prompts, session.tokenizer, roles.images_of)
         self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
         self._samples = SampleLog(run.folder, enabled=run.world.is_main)
         self._tokens = TokenLog(run.folder, ranks=run.world.size, enabled=run.world.is_main)
@@ -347,6 +347,7 @@ class RLTrainer(Trainer):
             stored = content["partial_step"]
             batch = restored_rows(Batch, state.shards, _PARTIAL_STEP, stored["metrics"], self._world)
             assert batch is not None
+            self._roles.images_of(batch.rollout)  # which brings them to the run's folder for its own checkpoints
             progress = Progress(self._world.device)
             progress.load_state_dict(stored["progress"], self._roles)
             last = [without_prefix(_LAST_LOGPROBS, shard) for shard in state.shards]

@@ -58,7 +58,7 @@ class RolloutRoutes:
 
 @dataclass(frozen=True)
 class RolloutImages:
-    """The images of each completion's prompt, by their digests (ImageReference)."""
+    """The images of each completion and its prompt, by their digests (ImageReference)."""
 
     digests: Tensor
     """[sum of lengths, 16] uint8, those of one completion after the other."""
@@ -129,7 +129,7 @@ class Episode:
     sample: int | None = None
     """Index among the samples of its prompt, where an episode may have several sequences; otherwise None."""
     images: Sequence[str] = ()
-    """Digests of the prompt's images."""
+    """Digests of the images of the prompt and of observations, in their order."""
 
     @classmethod
     def of(cls, prompt: list[int], completion: Completion, images: Sequence[str] = ()) -> Self:
@@ -223,7 +223,7 @@ class Rollout(Rows):
     routes: RolloutRoutes | None = None
     """The experts that computed the tokens while sampling; None if not recorded, or no longer needed."""
     images: RolloutImages | None = None
-    """The images of the prompts; None if there are none."""
+    """The images of the rows; None if there are none."""
     learned: Tensor | None = None
     """[N] bool, true for completions that updates learn from; None: all."""
     components: Mapping[str, Tensor] = field(default_factory=dict)

@@ -42,6 +42,8 @@ def write_samples(folder: Path) -> dict[str, dict[str, Any]]:
     for number, row in enumerate(rows):
         row["prompt"] = [{"role": "user", "content": "what is <image>"}]
         row["images"] = [images[CASES[number // 2]]]
+    images["shown"] = recorded(files / "shown.png", picture(50, (300, 600)))
+    rows[1]["shown_images"] = [images["shown"]]
     rows[CASES.index("nul") * 2]["images"][0]["path"] += "\0"
     rows[CASES.index("relative") * 2]["images"][0]["path"] = "files/relative.png"
     rows[CASES.index("other") * 2]["images"][0]["path"] = images["kept"]["path"]
@@ -98,6 +100,9 @@ def test_a_thumbnail_is_a_small_jpeg_of_the_picture(board: ServedBoard, images: 
     assert answer.headers["x-content-type-options"] == "nosniff" and b"SECRET" not in answer.content
     shown = Image.open(io.BytesIO(answer.content))
     assert shown.size == (256, 128)
+    path = f"/api/runs/{board.run('one')['id']}/samples/1/1"
+    assert [image["name"] for image in board.get(path)["images"]] == ["kept.png", "shown.png"], "by an environment"
+    assert board.ask(f"{path}/images/{images['shown']['digest']}").status_code == 200
     assert max(abs(a - b) for a, b in zip(mean(shown), mean(picture(0, (600, 300))), strict=True)) < 4
 
 

@@ -305,7 +305,7 @@ WRONG = {
         ("nan", 1, "step must return a finite number as reward, it returned nan"),
         ("bool", 1, "step must return a finite number as reward, it returned True"),
         ("done", 2, "step must return done as True or False, it returned 1"),
-        ("silent", 1, "step must return a text as observation, it returned None"),
+        ("silent", 1, "step must return a text or a list of parts as observation, it returned None"),
     ],
 )
 def test_an_environment_that_fails_stops_the_run_or_ends_its_episode(

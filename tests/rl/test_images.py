@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import pickle
 import signal
 import threading
 import tracemalloc
@@ -43,7 +44,6 @@ from tests.support.vision import build_vision, picture, save_vision, vision_toke
 SIZES = [(24, 32), (48, 32), (32, 32), (64, 48)]
 GRPO = "--algorithm grpo --algorithm.mini_batches 2 --algorithm.epochs 2 --rollout.sampling.n 2"
 PPO = "--algorithm ppo --algorithm.mini_batches 2 --critic.optimizer.lr 1e-3"
-CALCULATOR = "hybrid_rlhf.rl.environments.calculator:Calculator"
 FAMILIES = ["qwen3_vl", "idefics3", faults("gemma3"), faults("qwen3_5"), faults("llava")]
 
 
@@ -345,6 +345,8 @@ def test_rows_in_flight_have_no_bytes(tmp_path: Path) -> None:
     assert size < 300_000
     assert found[0] == [] and [of_row[0].digest for of_row in found[1:]] == [r.digest for r in references[::-1]]
     assert all(image.image().tobytes() for of_row in found for image in of_row)  # which compares the digest
+    copied = pickle.loads(pickle.dumps(found[1][0]))  # sent to ranks that share the model
+    assert copied.image().tobytes() == found[1][0].image().tobytes()
 
 
 # -- rewards
@@ -400,7 +402,7 @@ def test_a_function_that_does_not_name_images_gets_none(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([f"--environment.path {CALCULATOR}"], "prompts with environment must be text, got images: leave env"),
+        (["--rollout.endpoint true"], "prompts with environment.program or rollout.endpoint must be text, got images"),
         (["--rollout.backend module"], "prompts with rollout.backend module must be text, got images"),
         (["--reward.components", "[{model: TEXT}]"], "must read the tokens of the actor"),
         (

@@ -32,7 +32,7 @@ class EnvironmentConfig(Settings):
     max_turn_tokens: Count | None = None
     """Longest turn of the actor, in tokens; null: the rest of rollout.sampling.max_new_tokens."""
     max_observation_tokens: Count = 256
-    """Longest observation, in tokens; longer ones are truncated."""
+    """Longest observation, in tokens without those of its images; longer ones are truncated."""
     timeout_seconds: Positive = 60.0
     """Time limit of a call of reset or step, or of a program, in seconds."""
     threads: Count = advanced(32)

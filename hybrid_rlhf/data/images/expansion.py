@@ -92,6 +92,11 @@ class RowImages:
     layout: ImageLayout
     references: list[ImageReference]
 
+    @property
+    def digests(self) -> list[str]:
+        """Their digests."""
+        return [image.digest for image in self.references]
+
     def some(self, indices: Sequence[int]) -> RowImages:
         """The images of a part of the conversation."""
         return replace(self, references=[self.references[index] for index in indices])

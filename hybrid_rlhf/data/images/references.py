@@ -102,7 +102,8 @@ def read_reference(
     """Read an image once, whole.
 
     Args:
-        source: a path relative to `folder`, a data URI, `{"bytes": ..., "path": ...}`, bytes, or an image of Pillow.
+        source: a path relative to `folder`, a data URI, `{"bytes": ..., "path": ...}`, bytes, an image of Pillow, or a
+            reference, which is returned.
         name: what an error calls an image without a path.
         folder: the folder of the file that has the row; None: paths are refused.
         max_pixels: larger images are scaled down.
@@ -111,6 +112,8 @@ def read_reference(
     Raises:
         UserError: for an image that cannot be read, and for any other source.
     """
+    if isinstance(source, ImageReference):
+        return source
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str) and not source.startswith("data:"):
@@ -190,5 +193,8 @@ def _content(source: Any, name: str) -> bytes:
     from PIL import Image
 
     if isinstance(source, Image.Image):
-        return png(source)
+        try:
+            return png(source)
+        except Exception as error:  # noqa: BLE001 - Pillow reads a file when pixels are needed
+            raise UserError(f"an image of Pillow must have its pixels, {name} has none: call its load()") from error
     raise UserError(f"an image must be a path, a data URI or bytes, {name} is {type(source).__name__}: fix the row")

@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 
+from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.generation.model.images import position_offset
 from hybrid_rlhf.models.vision import EncodedImages
 from hybrid_rlhf.runtime.latest import LatestValues
@@ -65,6 +66,10 @@ class PromptImages:
         for place, key in zip(self.places, self.keys, strict=True):
             keyed[place] = key
         return keyed
+
+
+GivenImages = PromptImages | Sequence[ImageReference] | None
+"""Images of a prompt, or what an engine finds them by; None or empty: it has none."""
 
 
 class EncodedPrompts:

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.generation.batching.grammar import Grammar, GrammarKey, grammar_of, require_grammars, source_of
-from hybrid_rlhf.generation.batching.images import PromptImages
+from hybrid_rlhf.generation.batching.images import GivenImages, PromptImages
 from hybrid_rlhf.generation.batching.stop_strings import StopStrings, stop_strings
 from hybrid_rlhf.generation.sampling import (
     Completion,
@@ -228,6 +229,8 @@ class RequestMaker:
     """True if prompts may have images."""
     banned_ids: Sequence[int] = ()
     """Tokens with probability 0: placeholders of images and videos."""
+    prompt_images: Callable[[Sequence[int], Sequence[ImageReference]], PromptImages | None] = lambda ids, images: None
+    """Reads the images of a prompt, of which there is at least one."""
 
     def adapter_number(self, name: str | None) -> int:
         """Return the number of an adapter, from 1 on; 0: the model itself.
@@ -246,17 +249,20 @@ class RequestMaker:
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
         first_sample: int = 0,
-        images: Sequence[PromptImages | None] = (),
+        images: Sequence[GivenImages] = (),
     ) -> list[Request]:
         """Return one request per sample of each prompt; arguments as in `GenerationEngine.generate`, and the number of
         the first sample."""
         params_of_prompts = per_request(sampling, len(prompts))
         if images and len(images) != len(prompts):
             raise UserError(f"images are one per prompt, got {len(images)} for {len(prompts)}: give None for some")
-        images = images or [None] * len(prompts)
+        read = [
+            given if isinstance(given, PromptImages) else self.prompt_images(prompt, given) if given else None
+            for prompt, given in zip(prompts, images or [None] * len(prompts), strict=True)
+        ]
         for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True)):
             self._check_tokens(index, prompt, params)
-            self.check_images(index, prompt, images[index])
+            self.check_images(index, prompt, read[index])
         if any(params.stop for params in params_of_prompts) and self.tokenizer is None:
             raise UserError("stop needs a tokenizer, the engine has none: use stop_token_ids")
         return [
@@ -268,7 +274,7 @@ class RequestMaker:
                 uniform_stream(params.seed or 0, sample, self._longest_completion(index, prompt, params)),
                 stop_strings(self.tokenizer, params.stop) if params.stop and self.tokenizer is not None else None,
                 grammar=self.grammar(params),
-                images=images[index],
+                images=read[index],
                 sample=sample,
             )
             for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True))

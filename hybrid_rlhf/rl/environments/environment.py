@@ -1,7 +1,7 @@
 """Interface of an environment, and loading of the class that a config names.
 
-The interface is that of Gymnasium (arXiv 2407.17032) with text, without `truncated` and `info`: the rollout itself
-truncates episodes.
+The interface is that of Gymnasium (arXiv 2407.17032) with text and images, without `truncated` and `info`: the rollout
+itself truncates episodes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.loop.user_code import describe_error, import_named
 
-Opening = str | list[Message] | None
+Content = str | list[dict[str, Any]]
+"""Text, or parts `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}` with an image of Pillow, a path,
+bytes, a data URI, or an image of the row."""
+Opening = Content | list[Message] | None
 
 
 class StepResult(NamedTuple):
     """Result of a turn of the actor; a plain tuple works as well."""
 
-    observation: str | None
-    """Text that the actor reads next; ignored when the episode is done."""
+    observation: Content | None
+    """What the actor reads next; ignored when the episode is done."""
     reward: float
     """Reward of this turn."""
     done: bool
@@ -36,11 +39,13 @@ class StepResult(NamedTuple):
 class Environment(Protocol):
     """One episode: an instance is created for each completion. Both methods may be coroutine functions.
 
-    The class may have `stop_strings`, a list of texts that end a turn of the actor, such as the end of a tool call.
+    The class may have `stop_strings`, a list of texts that end a turn of the actor, such as the end of a tool call, and
+    `shows_images`, true if it shows images to a vision-language model.
     """
 
     def reset(self, row: Mapping[str, Any]) -> Opening | Awaitable[Opening]:
-        """Start an episode with a row of the data: `prompt`, a list of messages, and its other columns.
+        """Start an episode with a row of the data: `prompt`, a list of messages, its other columns, and where it has
+        images `images`, a list of references whose method `image()` returns an image of Pillow.
 
         Returns:
             the conversation that the actor continues, or a user message; None: the row's prompt.
@@ -56,6 +61,8 @@ class EnvironmentFactory:
 
     make: Callable[[], Environment]
     stop_strings: tuple[str, ...] = ()
+    shows_images: bool = False
+    """True if prompts and observations may have images that the row does not have."""
 
 
 def read_environment(config: EnvironmentConfig) -> EnvironmentFactory:
@@ -82,7 +89,8 @@ def read_environment(config: EnvironmentConfig) -> EnvironmentFactory:
                 f"{inspect.signature(getattr(kind, name))}: give it the argument {parameter}"
             ) from error
     try:
-        stops = getattr(kind(**config.options), "stop_strings", ())
+        first = kind(**config.options)
+        stops, shows_images = getattr(first, "stop_strings", ()), getattr(first, "shows_images", False)
     except UserError as error:
         raise UserError(f"environment.path: {config.path}: {error}") from error
     except Exception as error:  # noqa: BLE001 - the user's own code
@@ -95,7 +103,10 @@ def read_environment(config: EnvironmentConfig) -> EnvironmentFactory:
             f"stop_strings of an environment is a list of texts, none of them empty, {config.path} has {stops!r}: "
             "fix it"
         )
-    return EnvironmentFactory(cast(Callable[[], Environment], partial(kind, **config.options)), tuple(stops))
+    if not isinstance(shows_images, bool):
+        raise UserError(f"shows_images of an environment is True or False, {config.path} has {shows_images!r}: fix it")
+    make = cast(Callable[[], Environment], partial(kind, **config.options))
+    return EnvironmentFactory(make, tuple(stops), shows_images)
 
 
 def new_rows_file(path: str) -> Path:

@@ -20,6 +20,8 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.data.images.expansion import IMAGE_MARK, WRITTEN
+from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.generation.open_batch import PromptBatch, RequestBatch, StreamedToken, Submitted, TokenSource
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams
 from hybrid_rlhf.rl.environments.calls import EnvironmentCalls
@@ -43,8 +45,10 @@ class Turns(TokenSource, Protocol):
         """Longest sequence that the model has positions for; None if there is no limit."""
 
 
-async def next_turn(turns: Turns, ids: Sequence[int], params: SamplingParams) -> Completion:
-    """Complete all tokens of an episode so far, as one sample.
+async def next_turn(
+    turns: Turns, ids: Sequence[int], params: SamplingParams, images: Sequence[ImageReference] = ()
+) -> Completion:
+    """Complete all tokens of an episode so far, with its images, as one sample.
 
     Raises:
         Exception: the exception that ended the sample.
@@ -59,13 +63,15 @@ async def next_turn(turns: Turns, ids: Sequence[int], params: SamplingParams) ->
             if token.completion is not None:
                 ended.set_result(token.completion)
 
-    submitted.set_result(turns.submit(PromptBatch([ids], [params]), deliver))
+    submitted.set_result(turns.submit(PromptBatch([ids], [params], images=[images]), deliver))
     return await asyncio.wrap_future(ended)
 
 
 class EpisodeRunner(ABC):
     """Runs the episodes of a rollout."""
 
+    shows_images = False
+    """True if episodes may have images that are not in their rows."""
     in_lock_step: ClassVar[bool]
     """True if the turns of a rollout can be decoded together, one after the other."""
 
@@ -147,5 +153,5 @@ def is_finite_number(value: Any) -> bool:
 
 
 def environment_row(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the data as environments receive it."""
-    return {**json.loads(prompt["columns"]), "prompt": json.loads(prompt["prompt"])}
+    """A row of the data as environments receive it, with <image> for each image."""
+    return {**json.loads(prompt["columns"]), "prompt": json.loads(prompt["prompt"].replace(IMAGE_MARK, WRITTEN))}

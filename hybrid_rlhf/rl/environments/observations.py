@@ -1,16 +1,19 @@
 """Tokens of an observation: a tool turn after a turn of the actor, up to the actor's next turn.
 
 The chat template renders the observation after a placeholder for the actor's turn, whose tokens stay as sampled. If the
-template does not support the role `tool`, observations are user turns.
+template does not support the role `tool`, or not with images, observations are user turns.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.chat.template import ChatTemplate, render
+from hybrid_rlhf.data.images.expansion import IMAGE_MARK, RowImages
 
 _ROLES = ("tool", "user")
 PLACEHOLDER = "q7turnq7"
@@ -29,32 +32,47 @@ class ObservationEncoder:
         """
         self._tokenizer = tokenizer
         self._max_tokens = max_observation_tokens
-        role = next((role for role in _ROLES if self._shows(role)), None)
+        role = self._first_role(_PROBE)
         if role is None:
             raise UserError(
                 "an environment needs a chat template that shows a tool's or a user's turn after the assistant's, "
                 "the tokenizer's shows neither: set data.chat_template to another"
             )
         self._role = role
+        self._image_role = self._first_role(IMAGE_MARK + _PROBE) or role
 
-    def observation_ids(self, observation: str, *, end_token: int | None) -> list[int]:
+    def observation_ids(self, observation: str, *, end_token: int | None, images: RowImages | None = None) -> list[int]:
         """Tokens of an observation.
 
         Args:
-            observation: the text; cut to max_observation_tokens.
+            observation: the text, with marks of images; cut to max_observation_tokens, of which images have none.
             end_token: stop token that ended the actor's turn; None if the turn was truncated.
-        """
-        ids = self._tokenizer(observation, add_special_tokens=False)["input_ids"]
-        if len(ids) > self._max_tokens:
-            observation = str(self._tokenizer.decode(ids[: self._max_tokens]))
-        rest = self._after_turn(self._role, observation)
-        return ids_after_turn(rest, self._tokenizer, end_token=end_token)
+            images: those of the marks; None for a model that reads none.
 
-    def _shows(self, role: str) -> bool:
-        try:
-            return _PROBE in self._after_turn(role, _PROBE)
-        except UserError:
-            return False
+        Raises:
+            UserError: if the template rejects the observation, or the text has a token that stands for an image.
+        """
+        left = self._max_tokens
+        parts = observation.split(IMAGE_MARK)
+        for place, part in enumerate(parts):
+            ids = self._tokenizer(part, add_special_tokens=False)["input_ids"]
+            if len(ids) > left:
+                parts[place] = str(self._tokenizer.decode(ids[:left]))
+            left -= min(left, len(ids))
+        rest = self._after_turn(self._image_role if len(parts) > 1 else self._role, IMAGE_MARK.join(parts))
+        if images is None:
+            return ids_after_turn(rest, self._tokenizer, end_token=end_token)
+        ids = ids_after_turn(images.expanded([rest])[0], self._tokenizer, end_token=end_token)
+        images.require_no_others(ids, len(images.references), self._tokenizer)
+        return ids
+
+    def _first_role(self, content: str) -> str | None:
+        """The first role whose turn the template renders with a content."""
+        for role in _ROLES:
+            with contextlib.suppress(UserError):
+                if _PROBE in self._after_turn(role, content):
+                    return role
+        return None
 
     def _after_turn(self, role: str, observation: str) -> str:
         messages = [("user", "."), ("assistant", PLACEHOLDER), (role, observation)]

@@ -5,7 +5,8 @@ Random numbers of a turn are keyed by prompt, sample and turn, so an episode is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -21,16 +22,29 @@ from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
 from hybrid_rlhf.data.chat.messages import ROLES, Message, read_message, row_tools, with_ordered_results
+from hybrid_rlhf.data.images.expansion import RowImages
+from hybrid_rlhf.data.images.references import ImageReference
+from hybrid_rlhf.data.rows.placing import place_images
 from hybrid_rlhf.generation.sampling import SamplingParams, derive_seed
 from hybrid_rlhf.loop.user_code import describe_error
 from hybrid_rlhf.rl.environments.calls import CallFailure
-from hybrid_rlhf.rl.environments.environment import Environment, EnvironmentFactory, StepResult, read_environment
+from hybrid_rlhf.rl.environments.environment import (
+    Content,
+    Environment,
+    EnvironmentFactory,
+    StepResult,
+    read_environment,
+)
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, Turns, environment_row, is_finite_number, next_turn
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
+from hybrid_rlhf.rl.images import ImageCatalogue, digests_of
 from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 from hybrid_rlhf.serving.packages import require_packages
+
+_LONGEST_REASON = 500
+"""Characters: an error may quote content with the bytes of images."""
 
 
 class EnvironmentRunner(EpisodeRunner):
@@ -46,8 +60,9 @@ class EnvironmentRunner(EpisodeRunner):
         rollout: RolloutConfig,
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device,
+        images: ImageCatalogue,
     ) -> None:
-        """Take the environments and settings.
+        """Take the environments, settings and images.
 
         Raises:
             UserError: when the chat template cannot show observations.
@@ -55,13 +70,20 @@ class EnvironmentRunner(EpisodeRunner):
         super().__init__(config, rollout, device)
         self._factory = factory
         self._tokenizer = tokenizer
+        self._images = images
+        self._refusal = images.rules.refusal
+        self.shows_images = factory.shows_images
+        if not (self._refusal or self.shows_images or images.has_data):
+            self._refusal = "an environment that shows images must have shows_images = True: set it"
         self._turns = ObservationEncoder(tokenizer, max_observation_tokens=config.max_observation_tokens)
 
     def play(
         self, prompt: Mapping[str, Any], params: SamplingParams, sample: int, turns: Turns
     ) -> Future[list[Episode]]:
         """Start an episode; its environment is called between its turns. Environments are created at once, in order."""
-        episode, row = Episode(list(prompt["input_ids"])), environment_row(prompt)
+        episode, row = Episode(list(prompt["input_ids"]), images=digests_of(prompt)), environment_row(prompt)
+        if episode.images:
+            row["images"] = self._images.of_prompt(prompt)
         try:
             environment = self._factory.make()
         except Exception as error:  # noqa: BLE001 - the user's own code
@@ -80,13 +102,13 @@ class EnvironmentRunner(EpisodeRunner):
         sample: int,
         turns: Turns,
     ) -> list[Episode]:
-        opening = self._read_opening(await self._calls.result(partial(environment.reset, row)), row)
-        if isinstance(opening, CallFailure):
-            episode.failure = opening.reason
+        opening = await self._calls.result(partial(environment.reset, row))
+        episode.failure = await self._open(episode, opening, row)
+        if episode.failure is not None:
             return [episode]  # a turn would answer the prompt of the row, which is not the task
-        episode.prompt = opening or episode.prompt
         for turn in range(self._config.max_turns):
-            completion = await next_turn(turns, episode.ids, self._turn_params(episode, params, sample, turn, turns))
+            turn_params = self._turn_params(episode, params, sample, turn, turns)
+            completion = await next_turn(turns, episode.ids, turn_params, self._references(episode))
             episode.add_turn(completion)
             text = completion_text(completion.token_ids, self._tokenizer)
             step = _read_step(await self._calls.result(partial(environment.step, text)))
@@ -97,41 +119,68 @@ class EnvironmentRunner(EpisodeRunner):
             # An episode whose last turn is truncated did not end by itself, even if the environment is done.
             episode.stopped = step.done and completion.finish_reason == "stop"
             is_last = step.done or turn + 1 == self._config.max_turns
-            if is_last or not self._observe(episode, step.observation or "", turns):
+            if is_last or not await self._observe(episode, step.observation or "", turns):
                 break
         return [episode]
 
-    def _read_opening(self, opening: object, row: Mapping[str, Any]) -> list[int] | None | CallFailure:
-        """Token ids of the prompt that reset returned; None for the row's prompt."""
-        if opening is None or isinstance(opening, CallFailure):
-            return opening
-        messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
+    async def _open(self, episode: Episode, opening: object, row: Mapping[str, Any]) -> str | None:
+        """Begin an episode with the prompt that reset returned, None for that of the row; return why that fails."""
+        if opening is None:
+            return None
+        if isinstance(opening, CallFailure):
+            return opening.reason
+        messages = [{"role": "user", "content": opening}] if _is_content(opening) else opening
         if not _are_messages(messages):
-            return CallFailure(f"reset must return messages, a text or None, it returned {shortened(repr(opening))}")
+            return f"reset must return messages, a text or None, it returned {shortened(repr(opening))}"
         try:
-            read = [read_message("reset", message) for message in cast(list[Message], messages)]
+            read, images = await self._read("reset", cast(list[Message], messages), self._references(episode))
             read = with_ordered_results("reset", read)
-            ids = encode_prompt(read, self._tokenizer, tools=row_tools("the row", dict(row)))
+            tools = row_tools("the row", dict(row))
+            ids = encode_prompt(read, self._tokenizer, tools=tools, images=images)
         except UserError as error:
-            return CallFailure(str(error))
+            return shortened(str(error), _LONGEST_REASON)
         limit = self._rollout.max_prompt_tokens
         if not 0 < len(ids) <= limit:
-            return CallFailure(f"reset returned {len(ids)} tokens, rollout.max_prompt_tokens is {limit}")
-        return ids
+            return f"reset returned {len(ids)} tokens, rollout.max_prompt_tokens is {limit}"
+        episode.prompt = ids
+        episode.images = [] if images is None else images.digests
+        return None
 
-    def _observe(self, episode: Episode, observation: str, turns: Turns) -> bool:
+    async def _observe(self, episode: Episode, observation: Content, turns: Turns) -> bool:
         """Append an observation to the episode; false if it leaves no tokens for a turn of the actor."""
         last = episode.ids[-1]
         end = last if last in turns.stop_token_ids else None
         try:
-            ids = self._turns.observation_ids(observation, end_token=end)
+            (read,), images = await self._read("step", [{"role": "tool", "content": observation}])
+            ids = self._turns.observation_ids(read["content"], end_token=end, images=images)
         except UserError as error:  # a template may reject the observation
-            episode.failure = str(error)
+            episode.failure = shortened(str(error), _LONGEST_REASON)
             return False
         if len(ids) >= self._tokens_left(episode, turns):
             return False
         episode.add_observation(ids)
+        episode.images = [*episode.images, *([] if images is None else images.digests)]
         return True
+
+    def _references(self, episode: Episode) -> list[ImageReference]:
+        """The images of an episode so far."""
+        return [self._images.reference(digest) for digest in episode.images]
+
+    async def _read(
+        self, name: str, messages: Sequence[Message], of_row: Sequence[ImageReference] = ()
+    ) -> tuple[list[Message], RowImages | None]:
+        """Messages that a method returned, with marks of their images, and these; None for a model that reads none.
+
+        Raises:
+            UserError: for invalid messages, or an image that cannot be read.
+        """
+        read = [read_message(name, message, with_images=True) for message in messages]
+        (sources,) = place_images(name, {"images": list(of_row)}, read, refusal=self._refusal)
+        layout = self._images.rules.layout
+        if layout is None or not sources:
+            return read, None if layout is None else RowImages(layout, [])
+        # the loop of all episodes must not wait for a decoder
+        return read, await asyncio.to_thread(self._images.read, name, sources)
 
     def _turn_params(
         self, episode: Episode, params: SamplingParams, sample: int, turn: int, turns: Turns
@@ -158,8 +207,9 @@ def _read_step(result: object) -> StepResult | CallFailure:
         return CallFailure(f"step must return done as True or False, it returned {shortened(repr(done))}")
     if not is_finite_number(reward):
         return CallFailure(f"step must return a finite number as reward, it returned {shortened(repr(reward))}")
-    if not _is_valid_text(observation) and not (done and observation is None):
-        return CallFailure(f"step must return a text as observation, it returned {shortened(repr(observation))}")
+    if not _is_content(observation) and not (done and observation is None):
+        what = "a text or a list of parts"
+        return CallFailure(f"step must return {what} as observation, it returned {shortened(repr(observation))}")
     return StepResult(observation, float(reward), bool(done))
 
 
@@ -170,13 +220,16 @@ def _are_messages(opening: object) -> bool:
         and all(
             isinstance(turn, dict)
             and turn.get("role") in ROLES
-            and (_is_valid_text(turn.get("content")) or "tool_calls" in turn)
+            and (_is_content(turn.get("content")) or "tool_calls" in turn)
             for turn in opening
         )
     )
 
 
-def _is_valid_text(value: object) -> bool:
+def _is_content(value: object) -> bool:
+    """True for text, and for parts, which `read_message` checks."""
+    if isinstance(value, list) and all(isinstance(part, dict) and "role" not in part for part in value):
+        return bool(value) and all(_is_content(part.get("text", "")) for part in value)
     return isinstance(value, str) and is_text(value)
 
 
@@ -187,6 +240,7 @@ def build_runner(
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     samples: bool = True,
+    images: ImageCatalogue | None = None,
 ) -> EpisodeRunner | None:
     """The runner of the configured environment; None without one (a completion is then one turn). Every rank calls.
 
@@ -196,10 +250,11 @@ def build_runner(
         tokenizer: tokenizer of the actor.
         world: all ranks.
         samples: true if this rank runs episodes.
+        images: reads images that a class shows; none: there are none.
 
     Raises:
-        UserError: when the environment cannot be loaded, the chat template cannot show observations, or the address of
-            programs is taken.
+        UserError: when the environment cannot be loaded or shows images that the actor does not read, the chat template
+            cannot show observations, or the address of programs is taken.
     """
     if config is None:
         return None
@@ -212,4 +267,7 @@ def build_runner(
         return ProgramRunner(program, config, rollout=rollout, tokenizer=tokenizer, world=world, samples=samples)
     with shared_user_errors(world):
         factory = read_environment(config)
-    return EnvironmentRunner(factory, config, rollout=rollout, tokenizer=tokenizer, device=world.device)
+        images = images or ImageCatalogue()
+        if factory.shows_images and images.rules.refusal:
+            raise UserError(f"environment.path: {config.path} shows images: {images.rules.refusal}")
+    return EnvironmentRunner(factory, config, rollout=rollout, tokenizer=tokenizer, device=world.device, images=images)

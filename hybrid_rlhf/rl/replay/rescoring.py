@@ -71,7 +71,7 @@ def rescore(recorded: RecordedStep, index: int, completion: str, scratch: Path) 
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             images=image_rules(config, path, tokenizer),
         )
-        prompts, images = data.train, ImageCatalogue.of(data)
+        prompts, images = data.train, ImageCatalogue(data.train, data.held_out) if data.has_images else None
         known = row["prompt_row"] < len(prompts)
         require(
             known and read_prompt(prompts[row["prompt_row"]]) == row["prompt"],

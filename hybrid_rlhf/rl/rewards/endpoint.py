@@ -240,7 +240,7 @@ def _request(texts: CompletionTexts, protocol: Protocol) -> dict[str, object]:
 def _with_parts(prompt: Sequence[Message], uris: Iterable[str]) -> list[Message]:
     """A conversation whose contents with images are the parts of OpenAI's messages."""
     left = list(uris)
-    if not left:
+    if len(left) < sum(str(message.get("content")).count(WRITTEN) for message in prompt):
         return [*prompt]
     messages = []
     for message in prompt:

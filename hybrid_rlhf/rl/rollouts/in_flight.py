@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hybrid_rlhf.generation.batching.images import GivenImages
 from hybrid_rlhf.generation.sampling import Completion, FinishReason, SamplingParams
 from hybrid_rlhf.rl.sharing import with_prefix, without_prefix
 from hybrid_rlhf.rl.types import Episode, Rollout
@@ -32,6 +33,8 @@ class AssignedPrompt:
     """Its completions so far, one for each sample; empty if none has tokens."""
     greedy: bool = False
     """True for the greedy completion beside the samples of the prompt."""
+    images: GivenImages = None
+    """The images of a turn."""
 
 
 def begun_state(

@@ -197,9 +197,10 @@ class LiveBatch:
         """
         sampling = per_request(batch.sampling, len(batch.prompts))
         records = batch.record_routes or [False] * len(sampling)
+        images = batch.images or [None] * len(sampling)
         prompts = [
-            AssignedPrompt(0, {"input_ids": ids}, params, recorded)
-            for ids, params, recorded in zip(batch.prompts, sampling, records, strict=True)
+            AssignedPrompt(0, {"input_ids": ids}, params, recorded, images=given)
+            for ids, params, recorded, given in zip(batch.prompts, sampling, records, images, strict=True)
         ]
         samples: list[list[Sample | None]] = [[None] * params.n for params in sampling]
         ticket = Ticket(prompts, None, deliver, samples, top_logprobs=batch.top_logprobs, is_turn=True)
@@ -414,6 +415,7 @@ class LiveBatch:
                 top_logprobs=ticket.top_logprobs,
                 begun=[prompt.begun for prompt in prompts],
                 record_routes=[prompt.recorded and self._records_routes for prompt in prompts],
+                images=[prompt.images for prompt in prompts],
             )
             submission = self._batch.submit(
                 batch,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from hybrid_rlhf.generation.batching.images import GivenImages
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.open_batch import Deliver, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request
@@ -20,8 +21,8 @@ from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 
-_Asked = tuple[list[int], SamplingParams, bool]
-"""Tokens of a turn, how it is sampled, and true if the experts of tokens are recorded."""
+_Asked = tuple[list[int], SamplingParams, GivenImages, bool]
+"""Tokens of a turn, how it is sampled, its images, and true if the experts of tokens are recorded."""
 
 
 @dataclass(eq=False)
@@ -32,8 +33,8 @@ class _Turns:
     records_routes: bool
     stop_token_ids: frozenset[int]
     max_positions: int | None
-    asked: tuple[list[int], SamplingParams] | None = None
-    """The tokens of the turn that waits."""
+    asked: tuple[list[int], SamplingParams, GivenImages] | None = None
+    """The turn that waits."""
     episode: Future[list[Episode]] = field(default_factory=Future)
     failure: BaseException | None = None
     _deliver: Deliver = lambda tokens: None
@@ -43,7 +44,7 @@ class _Turns:
         (ids,) = batch.prompts
         (params,) = per_request(batch.sampling, 1)
         self._deliver = deliver
-        self.asked = list(ids), params
+        self.asked = list(ids), params, batch.images[0]
         self.wake()
         return Submission({}, deliver)
 
@@ -121,8 +122,9 @@ class LockStep:
     def _generate(self, turns: Sequence[_Asked]) -> list[Completion]:
         with self.timers("generation"):
             completions = self.generation.generate(
-                [ids for ids, _, _ in turns],
-                [params for _, params, _ in turns],
+                [ids for ids, *_ in turns],
+                [params for _, params, *_ in turns],
+                images=[images for *_, images, _ in turns],
                 record_routes=[records for *_, records in turns],
                 on_completed=lambda _: self.on_completed(0),
             )

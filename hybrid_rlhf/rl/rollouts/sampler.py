@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
-from hybrid_rlhf.generation.batching.images import PromptImages
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed, with_seed
@@ -199,30 +198,22 @@ class RolloutSampler:
         if self._environments is not None:
             return self._played(generation, mine, self._environments, progress), waiting
         prompts = [*mine, *waiting]
+        rows = [prompt.row for prompt in prompts]
         with self.timers("generation"):
             samples = generation.generate(
-                [prompt.row["input_ids"] for prompt in prompts],
+                [row["input_ids"] for row in rows],
                 [prompt.params for prompt in prompts],
                 record_routes=[prompt.recorded and generation.records_routes for prompt in prompts],
                 on_completed=progress.advance,
                 begun=[prompt.begun for prompt in prompts],
                 until=range(len(mine)) if waiting else None,
                 rows=sum(prompt.params.n for prompt in mine) if waiting else None,
-                images=self._prompt_images(generation, prompts),
+                images=[] if self._images is None else list(map(self._images.of_prompt, rows)),
             )
         return samples[: len(mine)], [
             replace(prompt, begun=begun if any(completion.token_ids for completion in begun) else ())
             for prompt, begun in zip(waiting, samples[len(mine) :], strict=True)
         ]
-
-    def _prompt_images(
-        self, generation: GenerationEngine, prompts: Sequence[AssignedPrompt]
-    ) -> list[PromptImages | None]:
-        """The images of prompts for the engine; empty in a run without images."""
-        if self._images is None or generation.image_reader is None:
-            return []
-        reader = generation.image_reader()
-        return [reader.prompt_images(prompt.row["input_ids"], self._images.of_prompt(prompt.row)) for prompt in prompts]
 
     def _played(
         self,

@@ -16,11 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.data.chat.reasoning import text_decoder
+from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.functional.masking import masked_mean
 from hybrid_rlhf.loop.non_finite import json_numbers
+from hybrid_rlhf.rl.images import ImagesOf
 from hybrid_rlhf.rl.rewards.components import read_prompt
 from hybrid_rlhf.rl.types import Batch, Rollout
-from hybrid_rlhf.runtime.observability.samples import recorded_images
+from hybrid_rlhf.runtime.observability.samples import SHOWN_IMAGES, recorded_images
 from hybrid_rlhf.runtime.observability.token_records import COLUMN
 
 _LONGEST_COLUMN = 1000
@@ -30,10 +32,11 @@ _LONGEST_COLUMN = 1000
 class SampleTexts:
     """Decodes completions to text."""
 
-    def __init__(self, prompts: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Take the data set of the prompts, and the tokenizer."""
+    def __init__(self, prompts: Dataset, tokenizer: PreTrainedTokenizerBase, images_of: ImagesOf) -> None:
+        """Take the data set of the prompts, the tokenizer, and what finds the images of rows."""
         self._prompts = prompts
         self._tokenizer = tokenizer
+        self._images_of = images_of
 
     def __call__(self, rollout: Rollout, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Rows of a scored rollout as text, with their numbers and scores.
@@ -47,6 +50,7 @@ class SampleTexts:
         versions = iter(rollout.weight_versions[mask].tolist())
         scores = json_numbers(rollout.penalized_scores)
         components = {name: json_numbers(values) for name, values in rollout.components.items()}
+        images = self._images_of(rollout) or [[]] * len(rollout)
         kl = [None] * len(rollout) if rollout.kl is None else json_numbers(rollout.kl)
         return [
             {
@@ -55,7 +59,7 @@ class SampleTexts:
                 "prompt_row": prompts[row],
                 "prompt": read_prompt(self._prompts[prompts[row]]),
                 "columns": _short(json.loads(self._prompts[prompts[row]]["columns"])),
-                **self._images(prompts[row]),
+                **self._images(prompts[row], images[row]),
                 "completion": sample_text(rollout, row, self._tokenizer),
                 "length": lengths[row],
                 "stopped": stopped[row],
@@ -70,9 +74,12 @@ class SampleTexts:
             for row, number in enumerate(numbers)
         ]
 
-    def _images(self, prompt: int) -> dict[str, Any]:
-        images = recorded_images(self._prompts[prompt])
-        return {"images": images} if images else {}
+    def _images(self, prompt: int, images: Sequence[ImageReference]) -> dict[str, Any]:
+        """The images of a prompt, and the others that its episode has shown."""
+        own = recorded_images(self._prompts[prompt])
+        digests = {image["digest"] for image in own}
+        others = recorded_images({"images": [vars(image) for image in images if image.digest not in digests]})
+        return {key: found for key, found in (("images", own), (SHOWN_IMAGES, others)) if found}
 
     def of_batch(self, batch: Batch, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Rows of a batch, with the mean advantage of their tokens."""

@@ -11,15 +11,17 @@ from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
 from hybrid_rlhf.runtime.observability.logs import logger, shortened
 
 _SHOWN = 2
+SHOWN_IMAGES = "shown_images"
 
 
-def recorded_images(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The images of the prompt of a line, as arguments of `ImageReference`, without what other files have there.
+def recorded_images(row: Mapping[str, Any], key: str = "images") -> list[dict[str, Any]]:
+    """The images of the prompt of a line, as arguments of `ImageReference`, without what other files have there; with
+    `SHOWN_IMAGES`, those that an environment has shown.
 
     A line names the digest and the file of each, also of one that the row had as bytes.
     """
     types = {"digest": str, "width": int, "height": int, "path": str}
-    listed = row.get("images")
+    listed = row.get(key)
     return [
         {name: image[name] for name in types}
         for image in (listed if isinstance(listed, list) else ())
