@@ -121,11 +121,8 @@ def rl_session(
                 images is None or config.teacher.prompt_template is config.teacher.url is None,
                 "teacher.prompt_template and teacher.url are for prompts of text, got images: leave them out",
             )
-            teaching = Teaching(config.teacher, roles, tokenizer)
-            for rows in (prompts.train, prompts.held_out):
-                teaching.require_columns(rows)
             with shared_user_errors(run.world):
-                teaching.require_same()
+                Teaching(config.teacher, roles, tokenizer).require_usable(prompts.train, prompts.held_out)
         roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]), has_images=images is not None)
         actor = roles.actor
         require(

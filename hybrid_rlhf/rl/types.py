@@ -352,22 +352,12 @@ class Rollout(Rows):
         if self.teacher_prompts is None:
             return self
         prompts = self.teacher_prompts.ids.split(self.teacher_prompts.lengths.tolist())
-        rows = [
-            (prompt, ids[begin:length], mask[begin:length])
-            for prompt, ids, mask, begin, length in zip(
-                prompts, self.input_ids, self.response_mask, self.begins, self.lengths.tolist(), strict=True
-            )
+        rows = zip(prompts, self.input_ids, self.response_mask, self.begins, self.lengths.tolist(), strict=True)
+        episodes = [
+            Episode(prompt.tolist(), ids[begin:length].tolist(), mask[begin:length].tolist())
+            for prompt, ids, mask, begin, length in rows
         ]
-        width = max((len(prompt) + len(ids) for prompt, ids, _ in rows), default=1)
-        whole = torch.zeros(3, len(rows), width, dtype=torch.long)
-        for row, (prompt, ids, mask) in enumerate(rows):
-            end = len(prompt) + len(ids)
-            whole[0, row, :end] = torch.cat([prompt, ids])
-            whole[1, row, :end] = 1
-            whole[2, row, len(prompt) : end] = mask
-        ids, real, sampled = whole.unbind()
-        none = torch.zeros(ids.shape)
-        return Rollout(ids, real.bool(), sampled.bool(), none, none, self.stopped, torch.zeros_like(ids), self.groups)
+        return Rollout.of(episodes, self.groups.tolist())
 
     @property
     def is_rewarded(self) -> bool:

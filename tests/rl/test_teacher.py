@@ -341,11 +341,9 @@ def test_a_teacher_reads_the_rows_of_its_source_after_its_own_prompt() -> None:
     assert torch.equal(columns["teacher_tokens"][mask], ids[mask][:, None].expand(-1, 2).int())
     again = Rollout.from_tensors(Rollout.joined([rollout.rows([2]), rollout.rows([0, None])]).tensors())
     assert again.as_taught().input_ids[0].tolist()[:12] == read.input_ids[2].tolist()[:12]
-    assert refused(teaching.require_columns, [chat_row("x", source="b")]).startswith(
-        "teacher.prompt_template must have"
-    )
+    assert refused(teaching.require_usable, [chat_row("x", source="b")]).startswith("teacher.prompt_template must have")
     alone = Teaching(replace(config, path=None, prompt_template=None), roles, tiny_tokenizer())
-    assert "got a row with 'd': add it" in refused(alone.require_columns, [chat_row("x", source="d")])
+    assert "got a row with 'd': add it" in refused(alone.require_usable, [chat_row("x", source="d")])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, PenaltiesConfig
 from hybrid_rlhf.engines.role_model import Reader, RoleModel
 from hybrid_rlhf.functional.masking import row_sums
-from hybrid_rlhf.models.policy import TopTokens, values_before
+from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.rl.mini_batches import MiniBatchPlan, MiniBatchPlanner
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
@@ -190,23 +190,18 @@ class RolloutScorer:
                 computed |= self._read_reference(reading)
             taught: dict[int, Tensor] = {}
             for model, lesson in lessons:
-                taught |= self._read_frozen(lesson, model, "taught", None if teaching is None else teaching.top)[
-                    "taught"
-                ]
+                taught |= self._read_frozen(lesson, model, "taught", teaching)["taught"]
             if reads_old:
                 computed |= self._read_actor(reading, agreement)
             if has_critic:
                 computed |= self._read_critic(reading)
             columns: dict[str, Any] = {"old_logprobs": rollout.sampled_logprobs}
             columns |= index.collect(computed, width=rollout.input_ids.shape[1])
-            if answers is not None and teaching is not None:
-                with shared_user_errors(self._world):
-                    columns |= teaching.split(answers.result(), rollout)
-                columns |= {"teacher_prompts": None}
-            elif teaching is not None:
+            if teaching is not None:
                 found = index.collect({"taught": taught}, width=read.input_ids.shape[1])["taught"]
-                columns |= teaching.split(found, rollout)
-                columns |= {"teachers": None, "teacher_prompts": None}
+                with shared_user_errors(self._world):
+                    found = found if answers is None else answers.result()
+                columns |= teaching.split(found, rollout) | {"teachers": None, "teacher_prompts": None}
             if defers:
                 first = {*plan.rows_of(0)}
                 own = torch.tensor([row not in first for row in index.mine], dtype=torch.bool)
@@ -246,11 +241,8 @@ class RolloutScorer:
         """The teachers with the rows that each reads, of the rollout as taught. Every rank calls."""
         if read is not rollout:
             plan = self._planner.plan(read)
-        if teaching.served is not None:
-            return []
-        if rollout.teachers is None:
-            return [(teaching.models[0], _Reading(plan, read, teaching.models[:1]))]
-        teacher_of = plan.index.gather(rollout.teachers).tolist()
+        one = torch.zeros(len(rollout), dtype=torch.long)
+        teacher_of = plan.index.gather(one if rollout.teachers is None else rollout.teachers).tolist()
         lessons = []
         for number, model in enumerate(teaching.models):
             parts = [[row for row in part if teacher_of[row] == number] for part in plan.rows]
@@ -259,12 +251,12 @@ class RolloutScorer:
         return lessons
 
     def _read_frozen(
-        self, reading: _Reading, model: Reader, name: str, top: TopTokens | None = None
+        self, reading: _Reading, model: Reader, name: str, teaching: Teaching | None = None
     ) -> dict[str, dict[int, Tensor]]:
         """A frozen language model's log-probs of this rank's rows, with its likely tokens, without entries on a rank
         without it."""
         with model.on_device():
-            return reading.values(model, self._logprobs_of(model, top), name)
+            return reading.values(model, self._logprobs_of(model, teaching), name)
 
     def _read_actor(self, reading: _Reading, agreement: Tensor) -> dict[str, dict[int, Tensor]]:
         """The actor's log-probs and entropy of this rank's rows, without entries on a rank without the actor. Adds to
@@ -297,10 +289,10 @@ class RolloutScorer:
 
         return reading.values(reader, read, "old_values")
 
-    def _logprobs_of(self, engine: Reader, top: TopTokens | None = None) -> Callable[[Rollout], tuple[Tensor, ...]]:
+    def _logprobs_of(self, engine: Reader, teaching: Teaching | None = None) -> Callable[[Rollout], tuple[Tensor, ...]]:
         temperature = self._config.sampling.temperature
         images_of = self._roles.images_of
-        asked = {} if top is None else {"top": top}
+        asked = {} if teaching is None or teaching.top is None else {"top": teaching.top}
         return lambda batch: engine(
             batch.input_ids, batch.attention_mask, batch.response_mask, temperature, images=images_of(batch), **asked
         )[:1]

@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,12 +38,13 @@ class Teaching:
         self._tokenizer = tokenizer
         self.models: list[RoleModel] = [*roles.teachers.values()]
         """The teachers by number."""
-        numbers: dict[str | None, int] = {path: number for number, path in enumerate(config.models.values())}
+        paths = [*config.models.values()]
+        numbers: dict[str | None, int] = {path: number for number, path in enumerate(paths or [config.url])}
         if config.path is config.url is None and config.prompt_template is not None:
             numbers[None] = len(self.models)
             self.models.append(roles.actor)
         self._number_of = {value: numbers[path] for value, path in config.per_source.items()}
-        self._default = numbers.get(config.path)
+        self._default = numbers.get(config.path or config.url)
         self.top = TopTokens(min(config.top_k, len(tokenizer)), len(tokenizer)) if config.top_k else None
         """The likely tokens that teachers report; None: none."""
         self.served = None if config.url is None else ServedTeacher(config, k=0 if self.top is None else self.top.k)
@@ -61,24 +63,25 @@ class Teaching:
             rollout = replace(rollout, teachers=torch.tensor(numbers, dtype=torch.long))
         if self.config.prompt_template is None:
             return rollout
-        prompt = functools.cache(lambda place: self._prompt(prompts[place], columns(place)))
-        found = [prompt(place) for place in places]
+        asked = {place: self._conversation(prompts[place], columns(place)) for place in {*places}}
+        ids_of = {
+            place: encode_prompt(messages, self._tokenizer, tools=columns(place).get("tools"))
+            for place, messages in asked.items()
+        }
+        found = [ids_of[place] for place in places]
         ids = torch.tensor([token for of_row in found for token in of_row], dtype=torch.long)
         return replace(rollout, teacher_prompts=TeacherPrompts(ids, torch.tensor([*map(len, found)], dtype=torch.long)))
 
-    def require_same(self) -> None:
-        """Raise UserError for a server that cannot be the teacher."""
+    def require_usable(self, *data: Iterable[Mapping[str, Any]]) -> None:
+        """Raise UserError for a server that cannot be the teacher, and for rows of prompts without a teacher or without
+        a column of the template."""
         if self.served is not None:
             self.served.require_same(self._tokenizer)
-
-    def require_columns(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise UserError for rows of prompts without a teacher, or without a column of the template."""
-        for row in rows:
+        for row in chain.from_iterable(data):
             columns = json.loads(row["columns"])
-            if self.config.per_source:
-                self._number(columns)
+            self._number(columns)
             if self.config.prompt_template is not None:
-                self._text(row, columns)
+                self._conversation(row, columns)
 
     def split(self, found: Tensor, rollout: Rollout) -> dict[str, Tensor]:
         """The columns of a rollout from what its teachers have found, [n, T', 1 + 2 k] of the rows as taught."""
@@ -107,7 +110,7 @@ class Teaching:
             )
         return number
 
-    def _text(self, row: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Any]:
+    def _conversation(self, row: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Any]:
         """The conversation that the teacher reads before the completion."""
         messages = read_prompt(row)
         last = max((turn for turn, message in enumerate(messages) if message["role"] == "user"), default=None)
@@ -122,6 +125,3 @@ class Teaching:
                 f"columns {', '.join(columns) or 'none'}: fix the template or the row"
             ) from error
         return [*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :]]
-
-    def _prompt(self, row: Mapping[str, Any], columns: Mapping[str, Any]) -> list[int]:
-        return encode_prompt(self._text(row, columns), self._tokenizer, tools=columns.get("tools"))
