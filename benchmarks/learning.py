@@ -95,6 +95,14 @@ CURRICULA: dict[str, dict[str, Any]] = {
     "dynamic sampling": {"algorithm": {"dynamic_sampling": {}}},
 }
 """Filters of prompts: none, before sampling, after sampling."""
+TEACHER_FORMS: dict[str, dict[str, Any]] = {
+    "top 4, reverse": {"loss": "reverse", "top_k": 4},
+    "top 4, forward": {"loss": "forward", "top_k": 4},
+    "top 4, jensen_shannon": {"loss": "jensen_shannon", "top_k": 4},
+    "whole, reverse": {"loss": "reverse"},
+    "sampled, position_gamma 0.5": {"position_gamma": 0.5},
+}
+"""Other forms of the teacher's part than the sampled token's log-ratio; the task has 12 tokens."""
 TEACHER_STEPS = 100
 """Steps in which the teacher of `--teacher` learns from the reward."""
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -351,7 +359,8 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
 
 
 def taught(folder: Path, *, steps: int) -> dict[str, tuple[Task, dict[str, Any]]]:
-    """GRPO by the reward, by a teacher that has learned from it (the reward is logged with weight 0), and by both."""
+    """GRPO by the reward, by a teacher that has learned from it (the reward is logged with weight 0), by both, and by
+    other forms of the teacher's part."""
     grpo = merged({"algorithm": {"name": "grpo"}}, ALGORITHMS["grpo"])
     teacher = folder / "teacher"
     longer = config_of(copy_task(folder, steps=TEACHER_STEPS), grpo)
@@ -362,6 +371,8 @@ def taught(folder: Path, *, steps: int) -> dict[str, tuple[Task, dict[str, Any]]
     section = {"teacher": {"path": str(teacher / "actor")}}
     logged = {"reward": {"components": [{"function": "benchmarks.learning_tasks:copied", "weight": 0.0}]}}
     changes = {"reward": {}, "teacher": section | logged, "both": section}
+    for name, form in TEACHER_FORMS.items():
+        changes[name] = {"teacher": section["teacher"] | form} | logged
     return {name: (task, merged(grpo, change)) for name, change in changes.items()}
 
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOConfig
-from hybrid_rlhf.configs.credentials import is_own_host
+from hybrid_rlhf.configs.credentials import check_url, is_own_host, require_placeholder
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, PolicyGradientConfig
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
 from hybrid_rlhf.configs.sections.placement import (
-    ROLES,
+    TEACHER_PREFIX,
     RolePlacements,
     has_separate_sampler,
     is_automatic,
+    is_role,
     read_placement,
 )
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
@@ -104,17 +105,92 @@ class ReferenceModelConfig(Settings):
     """Steps between copies of the actor's weights to the reference; 0: never."""
 
 
+MOST_SERVED_TOKENS = 20
+"""Most likely tokens that servers tell for each token of a prompt."""
+
+
 class TeacherConfig(Settings):
-    """On-policy distillation: each token gets the advantage coef * (log-prob of the teacher - log-prob of the actor),
-    added to those of the algorithm."""
+    """On-policy distillation: a teacher reads the actor's own completions. Its log-prob of each token is a part of the
+    token's advantage, or the divergence from its distribution a part of the loss."""
 
     path: str | None = None
-    """Teacher: a model folder or hub name, with the actor's vocabulary. Under ZeRO-3 it is sharded like the actor."""
+    """Teacher: a model folder or hub name, with the actor's vocabulary. Under ZeRO-3 it is sharded like the actor. null
+    with a prompt_template: the actor itself, before the updates of each rollout."""
+    per_source: dict[str, str] = {}
+    """Teachers by the value of a column of the row, such as one for each domain (MOPD, arXiv 2601.02780); teacher.path
+    is that of all other rows."""
+    url: str | None = None
+    """Teacher in place of path: address of `hybrid-rlhf serve` or vLLM, which tells log-probs at temperature 1."""
+    api_key: str | None = None
+    """Key of the server, as ${NAME} of an environment variable."""
+    source_column: str = "source"
+    """Column of the row that per_source reads."""
+    prompt_template: str | None = None
+    """Text of the last user turn that the teacher reads, with {prompt} for the row's own and {NAME} for columns: a
+    solution, a demonstration, feedback (self-distillation, arXiv 2601.19897, 2601.18734, 2601.20802)."""
+    loss: Literal["sampled", "forward", "reverse", "jensen_shannon"] = "sampled"
+    """sampled: log p(teacher) - log p(actor) of the sampled token is added to its advantage; else a term of the loss:
+    forward KL(teacher || actor), reverse KL(actor || teacher), or jensen_shannon."""
+    top_k: Natural = 0
+    """Number of the teacher's most likely tokens that the divergence distinguishes, the others being one; 0: the whole
+    vocabulary."""
+    beta: Annotated[float, Interval(gt=0, lt=1)] = 0.5
+    """Weight of the teacher in the mixture of jensen_shannon."""
     coef: Positive = 1.0
-    """Weight of the teacher's part of the advantages (1: thinkingmachines.ai/blog/on-policy-distillation)."""
+    """Weight of the teacher's part of advantages or loss (1: thinkingmachines.ai/blog/on-policy-distillation)."""
+    position_gamma: NonNegative = 0.0
+    """Additional weight of the first sampled tokens, which falls to 0 with the sum of |log p(teacher) - log p(actor)|
+    before a token (IW-OPD, arXiv 2606.22600: 0.5); 0: all count alike."""
 
     def _check(self) -> None:
-        require(self.path is not None, "teacher.path must name a model, got none: give --teacher.path FOLDER")
+        require(
+            self.models or self.prompt_template is not None or self.url is not None,
+            "teacher.path must name a model, got none: give --teacher.path FOLDER",
+        )
+        if self.url is not None:
+            check_url(self.url, key="teacher.url", remedy="give it as api_key")
+            require(
+                not self.models and (self.loss == "sampled" or 0 < self.top_k <= MOST_SERVED_TOKENS),
+                f"teacher.url is one teacher that tells at most {MOST_SERVED_TOKENS} tokens, got {len(self.models)} "
+                f"models besides and top_k {self.top_k}: leave path and per_source out, and give --teacher.top_k 20",
+            )
+        require_placeholder(self.api_key, key="teacher.api_key")
+        require(
+            self.url is not None or self.api_key is None, "teacher.api_key is for teacher.url, got none: leave it out"
+        )
+        sampled = self.loss == "sampled"
+        require(
+            not (sampled and self.top_k),
+            f"teacher.top_k is for a divergence, got {self.top_k} with loss sampled: give --teacher.loss reverse",
+        )
+        require(
+            sampled or not self.position_gamma,
+            f"teacher.position_gamma weighs sampled tokens, got {self.position_gamma:g} with loss {self.loss}: leave "
+            "one out",
+        )
+        require(
+            not self.reads_whole or (self.path is not None and not self.per_source),
+            f"teacher.loss {self.loss} over the whole vocabulary needs one frozen teacher, got path {self.path} and "
+            f"{len(self.per_source)} in per_source: give --teacher.top_k 64",
+        )
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The frozen models by the name of their role; values of per_source with the same model share it."""
+        names = {self.path: "teacher"} if self.path is not None else {}
+        for value, path in self.per_source.items():
+            names.setdefault(path, f"{TEACHER_PREFIX}{value}")
+        return {name: path for path, name in names.items()}
+
+    @property
+    def divergence(self) -> Literal["forward", "reverse", "jensen_shannon"] | None:
+        """The divergence that is a term of the loss; None: the sampled token's log-ratio is in its advantage."""
+        return None if self.loss == "sampled" else self.loss
+
+    @property
+    def reads_whole(self) -> bool:
+        """True if the teacher reads each micro-batch of the updates, for its whole distribution."""
+        return self.loss != "sampled" and not self.top_k
 
 
 class RewardSumConfig(Settings):
@@ -128,7 +204,7 @@ class RewardSumConfig(Settings):
         require_distinct_names(self.named)
         for component in self.named:
             require(
-                component.model is None or component.label not in ROLES,
+                component.model is None or not is_role(component.label),
                 f"reward.components: a reward model must not have the name of a role, got {component.label}: give the "
                 "component a name",
             )
@@ -359,6 +435,32 @@ class RLConfig(StepConfig):
             require_defaults(self, unread, f"{key} reads and writes weights in parts")
         if critic is not None and critic.share_base:
             self._check_shared_base(critic)
+        if self.teacher is not None:
+            self._check_teacher(self.teacher)
+
+    def _check_teacher(self, teacher: TeacherConfig) -> None:
+        """Check where a teacher's divergence and its own prompts are computed."""
+        model = self.model
+        require(
+            teacher.loss == "sampled" or model.sequence_parallel == model.tensor_parallel == 1,
+            f"teacher.loss {teacher.loss} needs a rank for each row, got model.sequence_parallel "
+            f"{model.sequence_parallel} and tensor_parallel {model.tensor_parallel}: set them to 1",
+        )
+        require(
+            not teacher.reads_whole or (self.placement is None and not self.rollout.offload_frozen),
+            f"teacher.loss {teacher.loss} over the whole vocabulary has the teacher beside the actor, got placement "
+            f"{self._given_placement} and rollout.offload_frozen {self.rollout.offload_frozen}: leave them out, or "
+            "give --teacher.top_k 64",
+        )
+        require(
+            teacher.url is None or self.rollout.sampling.temperature == 1,
+            "teacher.url tells log-probs at temperature 1, got rollout.sampling.temperature "
+            f"{self.rollout.sampling.temperature:g}: give 1",
+        )
+        require(
+            teacher.prompt_template is None or self.environment is None or self.environment.path is not None,
+            "teacher.prompt_template takes the place of a row's prompt, got the prompts of programs: leave it out",
+        )
 
     def _check_shared_base(self, critic: CriticConfig) -> None:
         """Check the rules for a critic of adapters on the actor's weights."""

@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, Share, require, section, setting
+from hybrid_rlhf.configs.sections.rules import (
+    NonNegative,
+    Positive,
+    Settings,
+    Share,
+    advanced,
+    require,
+    section,
+    setting,
+)
 from hybrid_rlhf.configs.sections.run import SupervisedConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_sampled
 
@@ -72,5 +81,14 @@ class SFTConfig(SupervisedConfig):
     output_dir: str = setting("output/step1_sft", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
     data: SFTDataConfig = section()
+    loss: Literal["nll", "dft"] = advanced("nll")
+    """nll: negative log-likelihood; dft: that of each token times its probability, as a constant (DFT, arXiv
+    2508.05629)."""
     condition: ConditionConfig | None = None
     distill: DistillConfig | None = None
+
+    def _check(self) -> None:
+        require(
+            self.distill is None or self.loss == "nll",
+            f"distill has a loss of its own, got loss {self.loss}: leave it out",
+        )

@@ -42,7 +42,7 @@ from hybrid_rlhf.engines.learning_rates import Learning, derived_rate, lr_factor
 from hybrid_rlhf.engines.partition import gathered, set_weights, share_weights
 from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.generation.image_loading import ModelImages
-from hybrid_rlhf.models.distillation import Student, Teacher
+from hybrid_rlhf.models.distillation import Teacher
 from hybrid_rlhf.models.expert_parallel import (
     expert_layers,
     require_expert_parallelism,
@@ -76,7 +76,7 @@ MODULES: dict[Role, type[Policy] | type[Scorer] | type[Teacher]] = {
     "reference": Policy,
     "critic": Scorer,
     "reward": Scorer,
-    "student": Student,
+    "student": Policy,
     "teacher": Teacher,
 }
 EngineT = TypeVar("EngineT", bound=ModelEngine)

@@ -89,6 +89,32 @@ def divergence(student: Tensor, *, teacher: Tensor, kind: DivergenceName, beta: 
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 
+def with_tail(logprobs: Tensor) -> Tensor:
+    """Log-probs [..., k + 1] of k tokens, and of all others as one.
+
+    A divergence of these is a lower bound of that over the whole vocabulary, and equal to it if the others have no
+    part in either. Without the last entry, the sum of the others' probabilities would be free to grow (arXiv
+    2608.14728). It is at least the rounding step of the dtype, below which 1 minus a sum is rounding.
+    """
+    rest = 1 - logprobs.exp().sum(dim=-1, keepdim=True)
+    return torch.cat([logprobs, rest.clamp(min=torch.finfo(rest.dtype).eps).log()], dim=-1)
+
+
+def top_logprobs_from_hidden(
+    hidden: Tensor, head: OutputHead, *, labels: Tensor, k: int, rows: int, temperature: float, chunk_tokens: int = 256
+) -> Tensor:
+    """Log-prob of each label, the k largest log-probs among the first `rows` tokens, and these tokens, [N, 1 + 2 k] in
+    float32 or better, which holds all ids below 2^24; without gradient. States hidden [N, H], labels [N]."""
+    found = [torch.empty(0, 1 + 2 * k, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)]
+    for start in range(0, len(labels), chunk_tokens):
+        part = slice(start, start + chunk_tokens)
+        logits = head.capped(head.logits(hidden[part], len(head.weight))) / temperature
+        logprobs = torch.log_softmax(logits, dim=-1)
+        top, tokens = logprobs[:, :rows].topk(k, dim=-1)
+        found.append(torch.cat([logprobs.gather(1, labels[part, None]), top, tokens.to(top)], dim=1))
+    return torch.cat(found)
+
+
 def _kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(dim=-1)
 
@@ -101,6 +127,7 @@ def divergence_from_hidden(
     teacher_head: OutputHead,
     labels: Tensor,
     rule: DistillationRule,
+    weights: Tensor | None = None,
     chunk_tokens: int = 256,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of a student on tokens, without the full logits of either model in memory.
@@ -114,6 +141,7 @@ def divergence_from_hidden(
         teacher_head: head of the teacher; used only during this call.
         labels: [N] int64, the next tokens of the text.
         rule: definition of the loss.
+        weights: [N], of each token's divergence in the loss; None: 1.
         chunk_tokens: number of tokens whose logits are in memory at a time.
 
     Returns:
@@ -129,7 +157,7 @@ def divergence_from_hidden(
             f"{len(labels)}"
         )
     total, apart, nll = _ChunkedDivergence.apply(
-        hidden, head.weight, head.bias, head, teacher_hidden.detach(), teacher_head, labels, rule, chunk_tokens
+        hidden, head.weight, head.bias, head, teacher_hidden.detach(), teacher_head, labels, rule, weights, chunk_tokens
     )
     return total, apart, nll
 
@@ -148,6 +176,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         teacher_head: OutputHead,
         labels: Tensor,
         rule: DistillationRule,
+        weights: Tensor | None,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -166,7 +195,13 @@ class _ChunkedDivergence(torch.autograd.Function):
                 teacher_head.capped(teacher_head.logits(teacher_hidden[part], rows)) / rule.temperature, dim=-1
             )
             with torch.set_grad_enabled(any(needed)):
-                losses = _chunk_losses(head.capped(logits.requires_grad_(any(needed))), target, labels[part], rule)
+                losses = _chunk_losses(
+                    head.capped(logits.requires_grad_(any(needed))),
+                    target,
+                    labels[part],
+                    rule,
+                    None if weights is None else weights[part],
+                )
             if any(needed):
                 (grad,) = torch.autograd.grad(losses[0], logits)
                 _add_gradients(grads, grad, hidden[part], weight, part)
@@ -184,16 +219,20 @@ class _ChunkedDivergence(torch.autograd.Function):
             None if grad is None else (grad * grad_total).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*grads, *[None] * 6)
+        return (*grads, *[None] * 7)
 
 
-def _chunk_losses(logits: Tensor, target: Tensor, labels: Tensor, rule: DistillationRule) -> tuple[Tensor, ...]:
+def _chunk_losses(
+    logits: Tensor, target: Tensor, labels: Tensor, rule: DistillationRule, weights: Tensor | None
+) -> tuple[Tensor, ...]:
     """Loss, divergence and negative log-likelihood of a chunk, summed."""
     tempered = torch.log_softmax(logits / rule.temperature, dim=-1)
-    apart = divergence(tempered, teacher=target, kind=rule.divergence, beta=rule.beta).sum()
+    of_tokens = divergence(tempered, teacher=target, kind=rule.divergence, beta=rule.beta)
+    apart = of_tokens.sum()
+    weighted = apart if weights is None else (weights * of_tokens).sum()
     plain = tempered if rule.temperature == 1 else torch.log_softmax(logits, dim=-1)
     nll = -plain.gather(1, labels[:, None]).sum()
-    return rule.temperature**2 * apart + rule.sft_coef * nll, apart, nll
+    return rule.temperature**2 * weighted + rule.sft_coef * nll, apart, nll
 
 
 def _add_gradients(grads: list[Tensor | None], grad: Tensor, hidden: Tensor, weight: Tensor, part: slice) -> None:

@@ -109,7 +109,7 @@ def logprobs_from_hidden(
         hidden: [..., H].
         weight: [V, H], weight of the head, in hidden's dtype. ZeRO-3 may release and gather its memory between forward
             and backward.
-        labels: [...] int64.
+        labels: [...] int64; or [..., m], m tokens whose log-probs are needed at each state, with repetitions.
         temperature: divisor of the logits.
         chunk_tokens: number of tokens whose logits are in memory at a time.
         bias: [V], or None.
@@ -119,20 +119,22 @@ def logprobs_from_hidden(
         banned: tokens with probability 0, without gradient; no label is one.
 
     Returns:
-        logprobs and entropy (nats), [...] float32 or better, differentiable in hidden, weight and bias.
+        logprobs, in the shape of the labels, and entropy (nats), [...], in float32 or better, differentiable in hidden,
+        weight and bias.
 
     Raises:
         ValueError: when labels and hidden states differ in number, or for banned tokens with a soft cap, which would
             return them.
     """
-    _check_labels(labels, hidden)
+    _check_labels(labels if labels.dim() < hidden.dim() else labels[..., 0], hidden)
     if banned and softcap is not None:
         raise ValueError(f"banned tokens need logits without a soft cap, got {softcap}")
     flat = hidden.reshape(-1, hidden.shape[-1])
+    several = labels.shape[hidden.dim() - 1 :]
     logprobs, entropy = _ChunkedHead.apply(
-        flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, softcap, float32_logits, banned
+        flat, weight, bias, labels.reshape(-1, *several), temperature, chunk_tokens, softcap, float32_logits, banned
     )
-    return logprobs.view(labels.shape), entropy.view(labels.shape)
+    return logprobs.view(labels.shape), entropy.view(hidden.shape[:-1])
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -152,11 +154,11 @@ class _ChunkedHead(torch.autograd.Function):
         banned: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = torch.empty(len(labels), dtype=dtype, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
-        normaliser = torch.empty_like(logprobs)
+        logprobs = torch.empty(labels.shape, dtype=dtype, device=hidden.device)
+        entropy = torch.empty(len(labels), dtype=dtype, device=hidden.device)
+        normaliser = torch.empty_like(entropy)
         memory = _ChunkMemory(hidden, weight, chunk_tokens, float32_logits, banned)
-        by_kernels = _suits_kernels(hidden)
+        by_kernels = _suits_kernels(hidden, labels)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits = memory.logits(hidden[part], weight, bias)
@@ -181,7 +183,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if needs_bias else None
         memory = _ChunkMemory(hidden, weight, chunk_tokens, float32_logits, banned)
-        by_kernels = _suits_kernels(hidden)
+        by_kernels = _suits_kernels(hidden, labels)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits = memory.logits(hidden[part], weight, bias)
@@ -258,9 +260,9 @@ class _ChunkMemory:
         return out
 
 
-def _suits_kernels(hidden: Tensor) -> bool:
+def _suits_kernels(hidden: Tensor, labels: Tensor) -> bool:
     """True if the kernels of head_kernels.py compute the logits of these states, which are float32 there."""
-    return HAS_TRITON and hidden.is_cuda and hidden.dtype != torch.float64
+    return HAS_TRITON and hidden.is_cuda and hidden.dtype != torch.float64 and labels.dim() == 1
 
 
 def _temper(logits: Tensor, temperature: float, softcap: float | None, *, wants_slope: bool = False) -> Tensor | None:
@@ -280,7 +282,7 @@ def _summary(logits: Tensor, labels: Tensor, buffer: Tensor) -> tuple[Tensor, Te
     highest = logits.amax(dim=-1)
     logits.sub_(highest[:, None])
     total = torch.exp(logits, out=buffer).sum(dim=-1)
-    logprobs = logits.gather(1, labels[:, None]).squeeze(1) - total.log()
+    logprobs = (logits.gather(1, labels.view(len(labels), -1)) - total.log()[:, None]).view(labels.shape)
     # exp(-inf) * -inf is NaN where a token is masked out
     mean = buffer.mul_(logits.clamp_(min=torch.finfo(logits.dtype).min)).sum(dim=-1) / total
     return logprobs, total.log() - mean, highest + total.log()
@@ -305,16 +307,18 @@ def _logits_gradient(
 
     With p = softmax(logits): d logprob = onehot - p, d entropy = -p * (log p + entropy).
     """
+    if grad_logprobs is not None:
+        labels, grad_logprobs = (of.view(len(logits), -1) for of in (labels, grad_logprobs))
     logprobs = logits.sub_(normaliser[:, None])
     probs = torch.exp(logprobs, out=buffer)
     if grad_entropy is None:
-        grad = probs.zero_() if grad_logprobs is None else probs.mul_(-grad_logprobs[:, None])
+        grad = probs.zero_() if grad_logprobs is None else probs.mul_(-grad_logprobs.sum(dim=1, keepdim=True))
     else:
         # logprobs becomes the factor of p: -(g_entropy * (log p + entropy)) - g_logprob
         factor = logprobs.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
         if grad_logprobs is not None:
-            factor.sub_(grad_logprobs[:, None])
+            factor.sub_(grad_logprobs.sum(dim=1, keepdim=True))
         grad = probs.mul_(factor)
     if grad_logprobs is not None:
-        grad.scatter_add_(1, labels[:, None], grad_logprobs[:, None])
+        grad.scatter_add_(1, labels, grad_logprobs)
     return grad

@@ -45,9 +45,17 @@ class LossSum:
     """Scalar sums over the same entries, without gradient."""
 
 
-def sft_loss(logprobs: Tensor, *, mask: Tensor) -> LossSum:
-    """Negative log-likelihood of the tokens that count; logprobs and mask [B, T]."""
-    return LossSum(-masked_sum(logprobs, mask=mask), _count(mask))
+def sft_loss(logprobs: Tensor, *, mask: Tensor, by_probability: bool = False) -> LossSum:
+    """Negative log-likelihood of the tokens that count; logprobs and mask [B, T].
+
+    `by_probability`: each token's is multiplied by its probability, which has no gradient (DFT, arXiv
+    2508.05629); the stat `nll` has the plain sum.
+    """
+    if not by_probability:
+        return LossSum(-masked_sum(logprobs, mask=mask), _count(mask))
+    current = keep(logprobs.detach(), mask)
+    weighted = -masked_sum(current.exp() * keep(logprobs, mask), mask=mask)
+    return LossSum(weighted, _count(mask), {"nll": -current.sum()})
 
 
 def pairwise_reward_loss(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.functional.distillation import (
+    DistillationRule,
+    OutputHead,
+    divergence_from_hidden,
+    top_logprobs_from_hidden,
+)
 from hybrid_rlhf.functional.logprobs import head_chunk_tokens, logprobs_from_hidden
 from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.functional.operations import wide_linear
@@ -40,6 +46,31 @@ from hybrid_rlhf.models.routers.replay import RouterReplay
 from hybrid_rlhf.models.structure import backbone_of
 from hybrid_rlhf.models.vision import ImageEncoder, ImageRows, Images, PlacedImages, hidden_with_images
 
+CHUNK_TOKENS = 256
+"""Number of tokens for which the logits of two models are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """What a teacher is asked for besides log-probs: its most likely tokens."""
+
+    k: int
+    rows: int
+    """Number of tokens of the vocabulary; later rows of the head are not tokens."""
+
+
+@dataclass(frozen=True)
+class TeacherTargets:
+    """The teacher's predictions for the tokens of a batch."""
+
+    hidden: Tensor
+    """[N, H], hidden states before the tokens."""
+    head: HeadLogprobs
+    """The teacher's head, with gathered weights."""
+    rule: DistillationRule
+    weights: Tensor | None = None
+    """[B, T], of each token's divergence; None: 1, and no log-probs are computed besides."""
+
 
 class HeadLogprobs(nn.Module):
     """The LM head, which returns log-probs. It owns the head's parameters, so ZeRO-3 gathers them around its
@@ -56,8 +87,27 @@ class HeadLogprobs(nn.Module):
         self.convention = head_convention(lm.config)
         self.float32_logits = has_float32_logits(lm)
 
-    def forward(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy [N] float32 of labels [N] after hidden states [N, H]."""
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        temperature: float,
+        targets: TeacherTargets | None = None,
+        top: TopTokens | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Log-probs [N] or [N, m] and entropy [N] float32 of labels [N] or [N, m] after hidden states [N, H]. With
+        targets the sums of loss, divergence and -log p(labels), scalars; after the log-probs if they have weights. With
+        `top` the result of `top_logprobs_from_hidden`."""
+        if top is not None:
+            states, head = self.output_head(hidden)
+            size = {"k": top.k, "rows": top.rows, "chunk_tokens": CHUNK_TOKENS}
+            return (top_logprobs_from_hidden(states, head, labels=labels, temperature=temperature, **size),)
+        if targets is None:
+            return self._logprobs(hidden, labels, temperature)
+        sums = self._compared(hidden, labels, targets)
+        return sums if targets.weights is None else (*self._logprobs(hidden, labels, temperature), *sums)
+
+    def _logprobs(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         softcap = self.convention.softcap
         if softcap is None:  # the scale divides the temperature: states times the scale would be rounded
             states, bias = hidden, self.summed_bias
@@ -88,6 +138,26 @@ class HeadLogprobs(nn.Module):
         """The bias, as the weight."""
         bias: Tensor | None = self.bias
         return bias if bias is None or self._world is None else with_summed_gradient(bias, self._world)
+
+    def _compared(self, hidden: Tensor, labels: Tensor, targets: TeacherTargets) -> tuple[Tensor, Tensor, Tensor]:
+        states, head = self.output_head(hidden)
+        teacher_states, teacher_head = targets.head.output_head(targets.hidden)
+        return divergence_from_hidden(
+            states,
+            head,
+            teacher_hidden=teacher_states,
+            teacher_head=teacher_head,
+            labels=labels,
+            rule=targets.rule,
+            weights=targets.weights,
+            chunk_tokens=CHUNK_TOKENS,
+        )
+
+    def output_head(self, hidden: Tensor) -> tuple[Tensor, OutputHead]:
+        """Hidden states and head, scaled by the family's logit scale."""
+        states, bias = self.scaled(hidden)
+        convention = self.convention
+        return states, OutputHead(self.summed_weight, bias, convention.softcap, self.float32_logits, convention.banned)
 
     def scaled(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Hidden states and bias, multiplied by the family's logit scale."""
@@ -131,11 +201,14 @@ class Policy(nn.Module):
         attention_mask: Tensor,
         token_mask: Tensor,
         temperature: float = 1.0,
+        targets: TeacherTargets | None = None,
         *,
+        candidates: Tensor | None = None,
+        top: TopTokens | None = None,
         routes: Tensor | None = None,
         images: Images | None = None,
         device: torch.device | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Any:
         """Log-probs and entropies of the tokens of a mask.
 
         Args:
@@ -143,20 +216,30 @@ class Policy(nn.Module):
             attention_mask: [B, T], true on real tokens.
             token_mask: [B, T], true on tokens whose log-prob is needed; the first token of a row has none and stays 0.
             temperature: divisor of the logits.
+            targets: a teacher's states before these tokens.
+            candidates: [B, T, m], further tokens in the place of each, whose log-probs are needed.
+            top: which likely tokens are wanted instead.
             routes: [B, T, E, k], recorded experts of each token, -1 where there are none; used if `replay` is set.
             images: images of the rows.
             device: that of the model, if the rows are on the host; None: that of the rows.
 
         Returns:
-            logprobs and entropy, [B, T] float32 on the device, 0 outside token_mask.
+            logprobs and entropy, [B, T] float32 on the device, 0 outside token_mask; with candidates the log-probs are
+            [B, T, 1 + m], those of the row's token first. With targets the sums of loss, divergence and -log p of the
+            tokens, scalars, after the log-probs if they have weights. With `top` that of `top_logprobs_from_hidden`,
+            [B, T, 1 + 2 k].
         """
-        rows = self.rows(input_ids, attention_mask, token_mask, routes=routes, images=images, device=device)
-        if rows.shard is None:
-            results = self.head(self.hidden(rows), rows.labels, temperature)
-        else:
+        options = {"routes": routes, "images": images, "device": device}
+        rows = self.rows(input_ids, attention_mask, token_mask, candidates=candidates, **options)
+        if rows.shard is not None:
             results = self._in_parts(rows, rows.shard, temperature)
-        logprobs, entropy = map(rows.in_cells, results)
-        return logprobs, entropy
+        else:
+            weights = None if targets is None else targets.weights
+            if targets is not None and weights is not None:
+                targets = replace(targets, weights=weights.flatten()[rows.cells])
+            results = self.head(self.hidden(rows), rows.labels, temperature, targets, top)
+        of_tokens = [of for of in results if of.dim()]
+        return (*map(rows.in_cells, of_tokens), *results[len(of_tokens) :])
 
     def _in_parts(self, rows: ModelRows, shard: SequenceShard, temperature: float) -> Sequence[Tensor]:
         """Log-probs and entropies under sequence or tensor parallelism: the head runs on this rank's part of the
@@ -251,7 +334,7 @@ class ModelRows:
     cells: Tensor
     """[n] indices in [B * T] of the tokens that outputs are for."""
     labels: Tensor
-    """[n] these tokens."""
+    """[n] these tokens, or [n, 1 + m] with other candidates."""
     outputs: Tensor | None
     """[n] index of the backbone's output for each of them; None: the outputs as they are."""
     routers: RoutedTokens | None
@@ -276,6 +359,7 @@ def model_rows(
     attention_mask: Tensor,
     token_mask: Tensor | None = None,
     *,
+    candidates: Tensor | None = None,
     routes: Tensor | None = None,
     router_losses: bool = False,
     images: Images | None = None,
@@ -289,6 +373,7 @@ def model_rows(
         attention_mask: [B, T], true on real tokens.
         token_mask: [B, T], true on tokens before which outputs are read, except the first of a row; None: outputs after
             all real tokens are read.
+        candidates: [B, T, m], further labels of each token.
         routes: [B, T, E, k], recorded experts of each token.
         router_losses: true to compute losses of routers.
         images: images of the rows, on the host; a batch with one is padded if tokens attend to later ones of it.
@@ -333,12 +418,15 @@ def model_rows(
     outputs = order
     if token_mask is not None:
         outputs = before if order is None else order[before]
+    labels = input_ids[asked]
+    if candidates is not None:
+        labels = torch.cat([labels[:, None], candidates.cpu()[asked].long()], dim=1)
     rows = ModelRows(
         arguments,
         is_packed,
         (len(real), real.shape[1]),
         asked.flatten().nonzero().squeeze(1),
-        input_ids[asked],
+        labels,
         outputs,
         RoutedTokens(order, real.nonzero()[:, 0], real.sum(dim=1)) if router_losses else None,
         routes,

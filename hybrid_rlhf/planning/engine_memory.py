@@ -16,7 +16,9 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, sums_whole_gradients
 from hybrid_rlhf.generation.image_loading import KEPT_PIXEL_BYTES
+from hybrid_rlhf.models.distillation import CHUNK_LOGITS
 from hybrid_rlhf.models.four_bit import SCALE_BYTES_PER_WEIGHT
+from hybrid_rlhf.models.policy import CHUNK_TOKENS
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
 from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
 
@@ -219,3 +221,10 @@ def engine_memory(
         held = replace(held, host=held.host + KEPT_PIXEL_BYTES)
     movable = 0.0 if offloads else moments + (masters * trained if stage else 0.0)
     return EngineMemory(model, held, accumulated, bucket, gathered + dequantised, optimizer_step, movable, backward_end)
+
+
+def divergence_memory(model: ShapedModel, *, trains_head: bool) -> MemoryUse:
+    """Memory of the divergence between two models over the whole vocabulary, besides their own passes: the gradient of
+    the head, which is kept until backward, and a chunk of the logits of both."""
+    head = model.config.vocab_size * model.config.hidden_size if trains_head else 0
+    return MemoryUse(buffers=FLOAT32 * (head + CHUNK_LOGITS * CHUNK_TOKENS * model.config.vocab_size))

@@ -33,7 +33,7 @@ from hybrid_rlhf.models.families.vision import banned_ids
 from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.engine_memory import FLOAT32, MemoryUse
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
-from hybrid_rlhf.planning.job import LEARNED_BYTES
+from hybrid_rlhf.planning.job import LEARNED_BYTES, LIKELY_BYTES
 from hybrid_rlhf.planning.memo import once
 from hybrid_rlhf.planning.phase_memory import PhaseMemory, longest_row
 from hybrid_rlhf.planning.shapes import ShapedModel
@@ -54,7 +54,9 @@ def route_size(model: ShapedModel, rollout: RolloutConfig) -> RouteSize | None:
     return RouteSize(len([*model.named(["router"])]), kind.per_token, kind.index_dtype)
 
 
-def rollout_bytes(model: ShapedModel, rollout: RolloutConfig, *, groups: int | None, ranks: int) -> float:
+def rollout_bytes(
+    model: ShapedModel, rollout: RolloutConfig, *, groups: int | None, ranks: int, likely_tokens: int = 0
+) -> float:
     """Memory of the longest rollout on the host of a rank: the rows that it holds and those that it computes, with the
     recorded experts.
 
@@ -64,10 +66,12 @@ def rollout_bytes(model: ShapedModel, rollout: RolloutConfig, *, groups: int | N
         groups: number of groups that sample; None if the rank is in none of them. The first rank of a group holds its
             rows.
         ranks: number of ranks of the run.
+        likely_tokens: number of a teacher's most likely tokens that are stored for each token.
     """
     size = route_size(model, rollout)
     recorded = 0 if size is None else rollout.recorded_prompts(rollout.prompts_per_step) * size.nbytes
-    whole = rollout.sampling.n * longest_row(rollout) * (rollout.prompts_per_step * LEARNED_BYTES + recorded)
+    learned = LEARNED_BYTES + likely_tokens * LIKELY_BYTES
+    whole = rollout.sampling.n * longest_row(rollout) * (rollout.prompts_per_step * learned + recorded)
     computed = whole / ranks if ranks > 1 else 0.0
     return computed + (0.0 if groups is None else whole / groups)
 

@@ -18,6 +18,7 @@ import torch
 
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.placement import is_role
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, frozen_zero
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.sampling_engine import rounds_otherwise
@@ -35,6 +36,8 @@ SAMPLED_BYTES = 26
 """Bytes of a sampled token: id, log-probs as reported and as drawn, weight version, masks."""
 LEARNED_BYTES = 54
 """Bytes of a token in a batch of PPO: log-probs of actor and reference, entropy, value, reward, advantage, return."""
+LIKELY_BYTES = 8
+"""Bytes of a likely token of a teacher: id and log-prob."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,7 @@ class RLJob:
     def frozen(self) -> list[RoleJob]:
         """Reward models, reference and teacher, in the order in which they read."""
         found = [role for role in self.roles.values() if not role.is_trained]
-        return sorted(found, key=lambda role: role.name in ("reference", "teacher"))
+        return sorted(found, key=lambda role: is_role(role.name))
 
     @property
     def learned_rows(self) -> int:
@@ -219,7 +222,9 @@ class RLJob:
         """How many times the actor reads a rollout before its updates."""
         rollout = self.config.rollout
         other = rollout.max_lag > 0 or rounds_otherwise(rollout, self.dtype)
-        old = self.config.algorithm.actor_scores_rollout(other_sampler=other, has_teacher="teacher" in self.roles)
+        old = self.config.algorithm.actor_scores_rollout(
+            other_sampler=other, has_teacher=self.config.teacher is not None
+        )
         return int(old) + int(self.reads_own_reference)
 
 
@@ -278,8 +283,8 @@ def read_job(
         add("critic", path, "scorer", config.critic_zero, critic.optimizer, config.critic_lora, bound_to=base)
     if config.uses_reference and not reads_own:
         add("reference", reference_path, "causal_lm", frozen_zero(actor.zero))
-    if config.teacher is not None:
-        add("teacher", config.teacher.path, "causal_lm", frozen_zero(actor.zero))
+    for name, path in (config.teacher.models if config.teacher is not None else {}).items():
+        add(name, path, "causal_lm", frozen_zero(actor.zero))
     for part in config.reward.named:
         if part.model:
             add(part.label, part.model, "scorer", frozen_zero(config.critic_zero))

@@ -136,7 +136,7 @@ _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 )
 """Functions of modules, and what takes their place."""
 _REPLACED_ON_GPUS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (logprobs, "_suits_kernels", lambda hidden: hidden.dtype != torch.float64),
+    (logprobs, "_suits_kernels", lambda hidden, labels: hidden.dtype != torch.float64),
     (logprobs, "wide_linear", lambda *_, out: out),
     (head_kernels, "summary", lambda logits, labels, **_: logits.new_empty(3, len(labels)).unbind()),
     (head_kernels, "logits_gradient", lambda *_, out, **__: out),

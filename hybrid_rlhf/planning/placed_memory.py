@@ -11,8 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
+from hybrid_rlhf.functional.logprobs import head_chunk_tokens
 from hybrid_rlhf.planning.device import Device
-from hybrid_rlhf.planning.engine_memory import FLOAT32, EngineMemory, MemoryUse, engine_memory, split_memory
+from hybrid_rlhf.planning.engine_memory import (
+    FLOAT32,
+    EngineMemory,
+    MemoryUse,
+    divergence_memory,
+    engine_memory,
+    split_memory,
+)
 from hybrid_rlhf.planning.generation_memory import GenerationMemory, replayed_bytes, rollout_bytes
 from hybrid_rlhf.planning.job import RLJob, RoleJob
 from hybrid_rlhf.planning.memo import once, once_for
@@ -80,7 +88,10 @@ class MemoryModel:
             base += MemoryUse(host=FLOAT32 * job.actor.sizes.trained / (len(actor.ranks) if actor.zero == 3 else 1))
         samples = plan.sampler in names
         groups = len(plan.sampling.groups) if samples else None
-        held = rollout_bytes(_shapes(job.actor), job.config.rollout, groups=groups, ranks=self.machine.ranks)
+        likely = 0 if job.config.teacher is None else job.config.teacher.top_k
+        held = rollout_bytes(
+            _shapes(job.actor), job.config.rollout, groups=groups, ranks=self.machine.ranks, likely_tokens=likely
+        )
         base += MemoryUse(host=held)
         phases: list[PhaseMemory] = []
         rows = []
@@ -187,6 +198,13 @@ class MemoryModel:
         if backward and role.name == "actor":
             routes = replayed_bytes(_shapes(role), self._job.config.rollout)
             use += MemoryUse(buffers=routes * batch.tokens)
+            teacher = self._job.config.teacher
+            if teacher is not None and teacher.reads_whole:
+                use += divergence_memory(_shapes(role), trains_head=self._job.config.actor.lora is None)
+            elif teacher is not None and teacher.top_k:  # several labels of a state are not for the kernels of the head
+                size, dtype = _shapes(role).config.vocab_size, self._job.dtype
+                chunk = head_chunk_tokens(size, device_type=self._job.device.type, dtype=dtype)
+                use += MemoryUse(buffers=FLOAT32 * chunk * size)
         return use
 
     def _reads_as_trained(self, role: RoleJob) -> bool:

@@ -171,7 +171,7 @@ def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
     """Ranks of the roles; flattening first, and alone with experts that ranks split. Reward models are together. A base
     in 4 bits has no separate sampler."""
     everyone, unit = cluster.everyone, unit_of(cluster)
-    kinds = {role.name: role.name if role.name in _SINGLE else "rewards" for role in job.roles.values()}
+    kinds = {role: kind if (kind := role.partition(".")[0]) in _SINGLE else "rewards" for role in job.roles}
     kinds |= {role.name: role.bound_to for role in job.roles.values() if role.bound_to is not None}
     yield dict.fromkeys(sorted(kinds), everyone)
     if job.config.model.expert_parallel > 1:

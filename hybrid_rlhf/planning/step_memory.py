@@ -21,11 +21,10 @@ from hybrid_rlhf.configs.sections.training import frozen_zero
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.generation.batching.capacity import FREE_SHARE
-from hybrid_rlhf.models.distillation import CHUNK_LOGITS, CHUNK_TOKENS
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
 from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.dotted_keys import with_settings
-from hybrid_rlhf.planning.engine_memory import FLOAT32, EngineMemory, MemoryUse, engine_memory
+from hybrid_rlhf.planning.engine_memory import EngineMemory, MemoryUse, divergence_memory, engine_memory
 from hybrid_rlhf.planning.generation_memory import GenerationMemory
 from hybrid_rlhf.planning.job import read_job
 from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory, micro_batch
@@ -117,10 +116,7 @@ class Planner:
         distillation = MemoryUse()
         if isinstance(config, SFTConfig) and config.distill is not None:
             base += engine(config.distill.teacher, learns=False).held
-            # the gradient of the head is kept until backward; a chunk has logits of two models
-            model = trained.model.config
-            head = 0 if config.lora is not None else model.vocab_size * model.hidden_size
-            distillation = MemoryUse(buffers=FLOAT32 * (head + CHUNK_LOGITS * CHUNK_TOKENS * model.vocab_size))
+            distillation = divergence_memory(trained.model, trains_head=config.lora is None)
             if config.distill.on_policy_fraction:
                 rollout = student_rollout(config, config.distill.sampling)
                 memory = GenerationMemory(trained.model, rollout, DTYPES.get(rollout.dtype, dtype), machine.device)

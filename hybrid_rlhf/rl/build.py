@@ -44,11 +44,12 @@ from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.stream import StepStream
+from hybrid_rlhf.rl.rollouts.teaching import Teaching
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.observability.logs import logger, note
 from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.run import Callback, Run
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 PlacementChoice = Callable[[RLConfig, World], RLConfig]
 """Replaces `placement: auto` by named ranks; every rank calls it."""
@@ -120,6 +121,13 @@ def rl_session(
         updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
         roles = build_roles(config, run, placement, actor_path, tokenizer, updates=updates, images=images)
         stack.callback(roles.close)
+        if config.teacher is not None:
+            require(
+                images is None or config.teacher.prompt_template is config.teacher.url is None,
+                "teacher.prompt_template and teacher.url are for prompts of text, got images: leave them out",
+            )
+            with shared_user_errors(run.world):
+                Teaching(config.teacher, roles, tokenizer).require_usable(prompts.train, prompts.held_out)
         roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]), has_images=images is not None)
         actor = roles.actor
         require(
@@ -147,7 +155,7 @@ def rl_session(
             average=average,
             ptx_batches=ptx_batches,
             ptx_coef=config.ptx.coef if config.ptx else 0.0,
-            teacher_coef=config.teacher.coef if config.teacher else 0.0,
+            teacher=config.teacher,
         )
         collector = Collector(
             StepStream(
@@ -273,13 +281,13 @@ def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
     if run.world.is_main:
         _log_updates(config, completions=config.rollout.prompts_per_step * config.learned_per_prompt)
         _log_correction(config)
-        if config.teacher is not None:
+        if (teacher := config.teacher) is not None:
             beside = "beside the reward" if config.has_reward else "which is 0 without a reward"
-            logger.info(
-                "teacher: %g x log(p_teacher / p_actor) of each token is added to its advantage, %s",
-                config.teacher.coef,
-                beside,
-            )
+            added = f"%g x log(p_teacher / p_actor) of each token is added to its advantage, {beside}"
+            if teacher.divergence is not None:
+                of = f"the teacher's {teacher.top_k} most likely tokens" if teacher.top_k else "the whole vocabulary"
+                added = f"%g x the {teacher.divergence} divergence over {of} is added to the loss"
+            logger.info(f"teacher: {added}", teacher.coef)
     return plan
 
 

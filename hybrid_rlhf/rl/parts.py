@@ -18,7 +18,7 @@ from typing import Any, Self
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.rl import RLConfig, TeacherConfig
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.loop.saving import finish, save_engine
@@ -30,6 +30,7 @@ from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.entropy import select_tokens
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
+from hybrid_rlhf.rl.rollouts.teaching import Teaching
 from hybrid_rlhf.rl.types import Batch, Rollout
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.rl.updates.updater import Updater
@@ -47,8 +48,8 @@ class RLParts:
     updater: Updater
     scaling: ScoreScaling
     planner: MiniBatchPlanner
-    teacher_coef: float = 0.0
-    """Weight of the teacher's part of the advantages."""
+    teacher: TeacherConfig | None = None
+    """Settings of on-policy distillation."""
 
     @classmethod
     def of(
@@ -61,7 +62,7 @@ class RLParts:
         average: WeightAverage | None = None,
         ptx_batches: PtxBatches | None = None,
         ptx_coef: float = 0.0,
-        teacher_coef: float = 0.0,
+        teacher: TeacherConfig | None = None,
     ) -> Self:
         """Wire the parts.
 
@@ -73,16 +74,25 @@ class RLParts:
             average: moving average of the actor's weights.
             ptx_batches: pretraining text mixed into the updates.
             ptx_coef: weight of the pretraining loss.
-            teacher_coef: weight of the teacher's part of the advantages.
+            teacher: settings of on-policy distillation.
         """
         scaling = ScoreScaling(algorithm.config.score_scaling)
         size = replace(micro_batches, padded=not roles.packs, shares_prefixes=roles.shares_prefixes)
         planner = MiniBatchPlanner(size, seed=sampler.seed, world=roles.world)
-        scorer = RolloutScorer(roles, sampler, algorithm=algorithm.config, planner=planner, scaling=scaling)
-        updater = Updater(
-            roles, algorithm, rollout=sampler.config, average=average, ptx_batches=ptx_batches, ptx_coef=ptx_coef
+        teaching = None if teacher is None else Teaching(teacher, roles, sampler.tokenizer)
+        scorer = RolloutScorer(
+            roles, sampler, algorithm=algorithm.config, planner=planner, scaling=scaling, teaching=teaching
         )
-        return cls(roles, algorithm, sampler, scorer, updater, scaling, planner, teacher_coef)
+        updater = Updater(
+            roles,
+            algorithm,
+            rollout=sampler.config,
+            average=average,
+            ptx_batches=ptx_batches,
+            ptx_coef=ptx_coef,
+            teacher=teacher,
+        )
+        return cls(roles, algorithm, sampler, scorer, updater, scaling, planner, teacher)
 
     def plan(self, rollout: Rollout, *, step: int, epoch: int = 0) -> MiniBatchPlan:
         """The mini-batches of an epoch of a step. Every rank calls."""
@@ -104,7 +114,7 @@ class RLParts:
             scaling=self.scaling,
             kl_coef=kl_coef,
             world=world,
-            teacher_coef=self.teacher_coef,
+            teacher=self.teacher,
         )
         entropy = self.algorithm.entropy
         if entropy is None or entropy.selected_share is None:

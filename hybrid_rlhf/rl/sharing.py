@@ -25,9 +25,9 @@ from torch.nn.functional import pad
 from hybrid_rlhf.functional.transfers import moved
 from hybrid_rlhf.runtime.world import World
 
-RAGGED = "routes.experts", "images.digests"
+RAGGED = "routes.experts", "images.digests", "teacher_prompts.ids"
 """Ends of the names of tensors that have any number of entries for each row."""
-RAGGED_LENGTHS = "routes.lengths", "images.lengths"
+RAGGED_LENGTHS = "routes.lengths", "images.lengths", "teacher_prompts.lengths"
 """Ends of the names of those that have these numbers."""
 _NUMBERS = "numbers"
 _LENGTHS = "lengths"
@@ -39,6 +39,7 @@ READ_BY_LOSSES = {
     "drawn_logprobs",
     "old_logprobs",
     "ref_logprobs",
+    "teacher_top",
     "old_values",
     "groups",
     "rewards",
@@ -91,7 +92,7 @@ class Rows(ABC):
                 of_rows &= present[:, None]
             elif name in ("attention_mask", "rollout.attention_mask"):  # models read at least one token of each row
                 of_rows[:, 1:] &= present[:, None]
-            picked[name] = of_rows[:, :width] if of_rows.dim() == 2 else of_rows
+            picked[name] = of_rows[:, :width] if of_rows.dim() >= 2 else of_rows
         return self.from_tensors(picked, self.metrics)
 
     def for_loss(self, device: torch.device) -> Self:
@@ -205,13 +206,13 @@ class RowIndex:
         """Return what ranks have computed for rows to those that hold the rows. Every rank calls, with the same names.
 
         Args:
-            values: by name, [length] float32 of each row that this rank has computed, by number; a row is on one rank
-                at most.
+            values: by name, [length] or [length, k] float32 of each row that this rank has computed, by number; a row
+                is on one rank at most.
             width: T.
 
         Returns:
-            by name, [n, T] float32 of this rank's rows, 0 after the values of a row, and in rows that no rank has
-            computed.
+            by name, [n, T] or [n, T, k] float32 of this rank's rows, 0 after the values of a row, and in rows that no
+            rank has computed.
         """
         parts: list[dict[str, Tensor]] = [{} for _ in range(self.world.size)]
         for name, of_rows in values.items():
@@ -222,6 +223,8 @@ class RowIndex:
         for part in parts if self.world.size == 1 else _exchanged(parts, self.world):
             for key, of_row in part.items():
                 name, row = key.rsplit(" ", 1)
+                if of_row.dim() == whole[name].dim():  # the first of rows with several values for each token
+                    whole[name] = whole[name].new_zeros(len(self.mine), width, of_row.shape[1])
                 whole[name][place_of[int(row)], : len(of_row)] = of_row
         return whole
 
@@ -300,9 +303,10 @@ def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """A tensor of the rows of several parts."""
-    if tensors[0].dim() == 2:
+    if tensors[0].dim() >= 2:
         width = max(tensor.shape[1] for tensor in tensors)
-        tensors = [pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
+        others = (0, 0) * (tensors[0].dim() - 2)
+        tensors = [pad(tensor, (*others, 0, width - tensor.shape[1])) for tensor in tensors]
     return torch.cat([*tensors])
 
 
@@ -313,7 +317,7 @@ def _packed(rows: Rows, numbers: Tensor) -> dict[str, Tensor]:
     is_token = _is_token(rows.lengths)
     packed = {_NUMBERS: numbers, _LENGTHS: rows.lengths}
     for name, tensor in rows.tensors().items():
-        has_tokens = tensor.dim() == 2 and not name.endswith(RAGGED)
+        has_tokens = tensor.dim() >= 2 and not name.endswith(RAGGED)
         packed |= {_TOKENS + name: tensor[is_token]} if has_tokens else {name: tensor}
     return packed
 
@@ -324,7 +328,9 @@ def _unpacked(packed: dict[str, Tensor]) -> dict[str, Tensor]:
     tensors = {}
     for name, values in packed.items():
         if name.startswith(_TOKENS):
-            values = torch.zeros(is_token.shape, dtype=values.dtype).masked_scatter(is_token, values)
+            whole = torch.zeros(*is_token.shape, *values.shape[1:], dtype=values.dtype)
+            whole[is_token] = values
+            values = whole
         tensors[name.removeprefix(_TOKENS)] = values
     return tensors
 

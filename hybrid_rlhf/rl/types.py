@@ -79,9 +79,20 @@ class RolloutImages:
         return [list(islice(digests, length)) for length in self.lengths.tolist()]
 
 
+@dataclass(frozen=True)
+class TeacherPrompts:
+    """The prompt with which a teacher reads each completion, in place of the actor's."""
+
+    ids: Tensor
+    """[sum of lengths] int64, those of one completion after the other."""
+    lengths: Tensor
+    """[N] int64."""
+
+
 # Prefixes of the names of their tensors.
 _ROUTES = "routes."
 _IMAGES = "images."
+_TEACHER_PROMPTS = "teacher_prompts."
 _COMPONENTS = "components."
 
 
@@ -215,6 +226,14 @@ class Rollout(Rows):
     """[N, T] float32, log-probs of the reference; None if they are not needed."""
     teacher_logprobs: Tensor | None = None
     """[N, T] float32, log-probs of the teacher; None without a teacher."""
+    teacher_top: Tensor | None = None
+    """[N, T, k] float32, the largest log-probs of the teacher in the place of each token; None if not needed."""
+    teacher_tokens: Tensor | None = None
+    """[N, T, k] int32, their tokens."""
+    teachers: Tensor | None = None
+    """[N] int64, number of the teacher of each completion; None if all have one."""
+    teacher_prompts: TeacherPrompts | None = None
+    """What the teacher reads before each completion; None: the prompt."""
     entropy: Tensor | None = None
     """[N, T] float32, entropy in nats of the actor's distribution before the updates; None if the actor does not read
     the rollout."""
@@ -276,7 +295,11 @@ class Rollout(Rows):
         """The tensors that are present, by name."""
         ragged = {
             f"{prefix}{name}": tensor
-            for prefix, part in ((_ROUTES, self.routes), (_IMAGES, self.images))
+            for prefix, part in (
+                (_ROUTES, self.routes),
+                (_IMAGES, self.images),
+                (_TEACHER_PROMPTS, self.teacher_prompts),
+            )
             for name, tensor in ({} if part is None else vars(part)).items()
         }
         return _tensors_of(self) | ragged | with_prefix(_COMPONENTS, self.components)
@@ -319,6 +342,24 @@ class Rollout(Rows):
         if logprobs is None or self.old_logprobs is None:
             return None
         return masked_sum(self.old_logprobs - logprobs, mask=self.response_mask, dim=1)
+
+    @property
+    def begins(self) -> list[int]:
+        """[N] tokens before the first response token; 0 without one."""
+        return self.response_mask.int().argmax(dim=1).tolist()
+
+    def as_taught(self) -> Rollout:
+        """The rows as their teacher reads them: with its prompts before the first response token. Columns of tokens
+        besides the masks are 0."""
+        if self.teacher_prompts is None:
+            return self
+        prompts = self.teacher_prompts.ids.split(self.teacher_prompts.lengths.tolist())
+        rows = zip(prompts, self.input_ids, self.response_mask, self.begins, self.lengths.tolist(), strict=True)
+        episodes = [
+            Episode(prompt.tolist(), ids[begin:length].tolist(), mask[begin:length].tolist())
+            for prompt, ids, mask, begin, length in rows
+        ]
+        return Rollout.of(episodes, self.groups.tolist())
 
     @property
     def is_rewarded(self) -> bool:
@@ -383,14 +424,16 @@ class Rollout(Rows):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metrics: Mapping[str, float] | None = None) -> Self:
         """The rollout that `tensors()` of another one describes."""
-        separate = (_COMPONENTS, _ROUTES, _IMAGES)
+        separate = (_COMPONENTS, _ROUTES, _IMAGES, _TEACHER_PROMPTS)
         tensor_fields: dict[str, Any] = {name: t for name, t in tensors.items() if not name.startswith(separate)}
         routes = without_prefix(_ROUTES, tensors)
         digests = without_prefix(_IMAGES, tensors)
+        teacher_prompts = without_prefix(_TEACHER_PROMPTS, tensors)
         return cls(
             **tensor_fields,
             routes=RolloutRoutes(**routes) if routes else None,
             images=RolloutImages(**digests) if digests else None,
+            teacher_prompts=TeacherPrompts(**teacher_prompts) if teacher_prompts else None,
             components=without_prefix(_COMPONENTS, tensors),
             metrics=metrics or {},
         )

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import (
-    ROLES,
+    TEACHER_PREFIX,
     PlacementConfig,
     RolePlacements,
     RoleRanks,
     ZeroStage,
     in_words,
+    is_role,
 )
 from hybrid_rlhf.configs.sections.rules import nearest_hint, require
 from hybrid_rlhf.configs.sections.training import frozen_zero
@@ -162,7 +163,7 @@ def role_label(name: str) -> str:
 
 
 def _is_reward(name: str) -> bool:
-    return name not in ROLES
+    return not is_role(name)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -182,7 +183,8 @@ def placed_roles(config: RLConfig, *, has_reference: bool | None = None) -> Plac
     zero = {"actor": config.actor.zero.stage}
     zero |= {"critic": config.critic_zero.stage} if config.critic is not None else {}
     zero |= {"reference": frozen_zero(config.actor.zero).stage} if has_reference else {}
-    zero |= {"teacher": frozen_zero(config.actor.zero).stage} if config.teacher is not None else {}
+    teachers = config.teacher.models if config.teacher is not None else {}
+    zero |= dict.fromkeys(teachers, frozen_zero(config.actor.zero).stage)
     models = [component.label for component in config.reward.named if component.model is not None]
     zero |= dict.fromkeys(models, frozen_zero(config.critic_zero).stage)
     return PlacedRoles(
@@ -212,6 +214,9 @@ def resolve_placement(settings: PlacementConfig | None, placed: PlacedRoles, *, 
         shared = roles.pop("reward")
         roles = {name: shared for name in placed.rewards} | roles
         require(bool(placed.rewards), "placement.reward places reward models, the step has none: leave it out")
+    if "teacher" in roles and (others := [name for name in placed.zero if name.startswith(TEACHER_PREFIX)]):
+        shared = roles["teacher"] if "teacher" in placed.zero else roles.pop("teacher")
+        roles = dict.fromkeys(others, shared) | roles
     names = (*placed.zero, *([CRITIC_COPY] if "critic" in placed.zero else []), "sampler")
     require(
         not placed.reads_actor or "reference" not in roles,

@@ -106,9 +106,9 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
             train = pack_rows(train, capacity=config.data.max_length, seed=config.seed, log=run.world.is_main)
         plan, _, steps = _plan(config, run, train)
         role: Role = "actor"
-        objective: Objective[Any] = SFTObjective(
-            pad_token_id=pad_token(tokenizer), device=run.world.device, has_images=data.has_images
-        )
+        sft = SFTObjective(pad_token_id=pad_token(tokenizer), device=run.world.device, has_images=data.has_images)
+        sft.by_probability = config.loss == "dft"
+        objective: Objective[Any] = sft
         if distill is not None and teacher_path is not None:
             role = "student"
             train = with_row_numbers(train, distill, max_length=config.data.max_length)

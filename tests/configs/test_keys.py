@@ -191,6 +191,7 @@ def test_the_critic_follows_the_actor_unless_it_is_set() -> None:
     ("config_type", "line", "expected"),
     [
         (SFTConfig, "--distill.beta 0.5", "distill.teacher must name a model, got none"),
+        (SFTConfig, "--distill.teacher x --loss dft", "distill has a loss of its own, got loss dft"),
         (SFTConfig, "--condition.template x", "condition.template must contain {bucket}, got 'x'"),
         (
             PreferenceStepConfig,

@@ -37,6 +37,7 @@ def policy(t: Sequence[Tensor], mask: Tensor, dual_clip: float | None) -> LossSu
 
 LOSSES: dict[str, Callable[[Sequence[Tensor], Tensor], LossSum]] = {
     "sft_loss": lambda t, mask: sft_loss(t[0], mask=mask),
+    "sft_loss by probability": lambda t, mask: sft_loss(-t[0].abs(), mask=mask, by_probability=True),
     "clipped_surrogate": lambda t, mask: policy(t, mask, None),
     "clipped_surrogate with dual clip": lambda t, mask: policy(t, mask, 1.5),
     "ppo_value_loss": lambda t, mask: ppo_value_loss(t[0], old_values=t[1], returns=t[2], mask=mask, clip=0.2),

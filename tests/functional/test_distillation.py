@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,10 @@ from hybrid_rlhf.functional.distillation import (
     DistillationRule,
     DivergenceName,
     OutputHead,
+    divergence,
     divergence_from_hidden,
+    top_logprobs_from_hidden,
+    with_tail,
 )
 from tests.support.tensors import LargestTensor
 
@@ -27,7 +32,7 @@ def losses(
     labels: Tensor | None = None,
     rule: DistillationRule | None = None,
     softcap: float | None = None,
-    **more: int,
+    **more: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return divergence_from_hidden(
         hidden,
@@ -110,6 +115,55 @@ def test_the_loss_equals_that_of_whole_logits(
     torch.testing.assert_close(
         torch.autograd.grad(3.0 * total, inputs), torch.autograd.grad(3.0 * expected, inputs), atol=1e-9, rtol=1e-7
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_of_each_token(kind: DivergenceName) -> None:
+    """Catches weights of another chunk, and a reported divergence that is weighted."""
+    torch.manual_seed(0)
+    hidden, taught = torch.randn(7, 4, dtype=torch.float64), torch.randn(7, 6, dtype=torch.float64)
+    weight, teacher = torch.randn(9, 4, dtype=torch.float64), torch.randn(9, 6, dtype=torch.float64)
+    weights = torch.rand(7, dtype=torch.float64)
+    leaves = [weight.requires_grad_(), weight.detach().clone().requires_grad_()]
+    total, apart, _ = losses(
+        hidden, OutputHead(leaves[0]), taught, teacher, rule=DistillationRule(kind), weights=weights, chunk_tokens=2
+    )
+    each = [
+        losses(hidden[row], OutputHead(leaves[1]), taught[row], teacher, rule=DistillationRule(kind))[0]
+        for row in torch.arange(7).split(1)
+    ]
+    expected = sum(of * own for of, own in zip(weights, each, strict=True))
+    torch.testing.assert_close([total, apart], [expected, sum(each).detach()])
+    assert isinstance(expected, Tensor)
+    torch.testing.assert_close(torch.autograd.grad(total, leaves[0])[0], torch.autograd.grad(expected, leaves[1])[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_most_likely_tokens_and_the_rest_bound_the_divergence_from_below(kind: DivergenceName) -> None:
+    """Catches tokens of another state, padding of the vocabulary among them, and a tail that is left out: with all
+    tokens the divergence is whole, with fewer a mass that the student moves into the tail still costs."""
+    torch.manual_seed(0)
+    taught, teacher = torch.randn(7, 6, dtype=torch.float64), torch.randn(12, 6, dtype=torch.float64)
+    teacher[10:] *= 9  # rows that are no tokens
+    student = torch.randn(7, 12, dtype=torch.float64).log_softmax(-1)
+    labels = torch.randint(0, 10, (7,))
+    options = {"labels": labels, "rows": 10, "temperature": 0.5, "chunk_tokens": 3}
+    logprobs = (taught @ teacher.t() / 0.5).log_softmax(-1)
+    whole, last = divergence(student, teacher=logprobs, kind=kind, beta=0.3), torch.zeros(7, dtype=torch.float64)
+    for k in (1, 4, 10):
+        own, top, tokens = top_logprobs_from_hidden(taught, OutputHead(teacher), k=k, **options).split([1, k, k], dim=1)
+        torch.testing.assert_close(own[:, 0], logprobs[torch.arange(7), labels])
+        torch.testing.assert_close((top, tokens.long()), tuple(logprobs[:, :10].topk(k)))
+        of_student = student.gather(1, tokens.long())
+        bound = divergence(with_tail(of_student), teacher=with_tail(top), kind=kind, beta=0.3)
+        assert (bound >= last - 1e-12).all() and (bound <= whole + 1e-12).all() and (bound > 0).all()
+        last = bound
+    teacher = teacher[:10]
+    student = student[:, :10].log_softmax(-1)
+    top, tokens = top_logprobs_from_hidden(taught, OutputHead(teacher), k=10, **options)[:, 1:].split(10, dim=1)
+    found = divergence(with_tail(student.gather(1, tokens.long())), teacher=with_tail(top), kind=kind)
+    logprobs = (taught @ teacher.t() / 0.5).log_softmax(-1)
+    torch.testing.assert_close(found, divergence(student, teacher=logprobs, kind=kind), atol=1e-12, rtol=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)

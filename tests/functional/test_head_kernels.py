@@ -24,7 +24,7 @@ def heads(monkeypatch: pytest.MonkeyPatch, vocabulary: int, dtype: torch.dtype, 
     wanted, biased = settings.pop("wanted", (True, True)), settings.pop("biased", False)
     found = []
     for by_kernels, kept in ((False, torch.float64), (False, dtype), (True, dtype)):
-        monkeypatch.setattr(logprobs, "_suits_kernels", lambda hidden, by_kernels=by_kernels: by_kernels)
+        monkeypatch.setattr(logprobs, "_suits_kernels", lambda hidden, labels, by_kernels=by_kernels: by_kernels)
         leaves = [
             leaf.detach().to(dtype).to(kept, copy=True).requires_grad_()
             for leaf in (hidden, weight, weight[:, 0])[: 2 + biased]

@@ -61,6 +61,32 @@ def test_chunked_head_equals_whole_logits(
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_several_labels_of_a_state_have_the_gradient_of_whole_logits(dtype: torch.dtype, softcap: float | None) -> None:
+    """Catches a candidate that counts once where it is repeated, and a normaliser whose gradient is of one label."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, dtype=torch.float64).to(dtype).requires_grad_() for n in (7, 11))
+    labels = torch.randint(0, 11, (7, 4))
+    labels[:, 3] = labels[:, 0]
+    upstream = torch.randn(7, 4, dtype=torch.float64)
+    found, entropy = logprobs_from_hidden(
+        hidden, weight=weight, labels=labels, temperature=0.7, softcap=softcap, chunk_tokens=3
+    )
+    leaves = [of.detach().double().requires_grad_() for of in (hidden, weight)]
+    logits = leaves[0] @ leaves[1].t()
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.7
+    expected = logits.log_softmax(-1).gather(1, labels)
+    # a logit is a sum of 8 products of at most 9; its gradient is rounded once, and the gradients sum 11 products
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, atol=100 * torch.finfo(found.dtype).eps, rtol=0)
+    torch.testing.assert_close(entropy.double(), torch.distributions.Categorical(logits=logits).entropy())
+    mine = torch.autograd.grad((found * upstream.to(found)).sum() + entropy.sum(), [hidden, weight])
+    total = (expected * upstream).sum() + torch.distributions.Categorical(logits=logits).entropy().sum()
+    for of_mine, wanted in zip(mine, torch.autograd.grad(total, leaves), strict=True):
+        torch.testing.assert_close(of_mine.double(), wanted, atol=200 * rounding, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "device_type", "dtype", "expected"),
     [

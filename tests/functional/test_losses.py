@@ -31,6 +31,19 @@ def test_sft_loss_is_the_sum_over_tokens_that_count(batch: tuple[list[Tensor], T
 
 
 @fast
+@given(masked_batch())
+def test_the_loss_by_probability_has_the_gradient_of_minus_the_probability(batch: tuple[list[Tensor], Tensor]) -> None:
+    """DFT: p is a constant factor of -log p, and p d(log p) = dp."""
+    (logprobs,), mask = batch
+    logprobs = (-logprobs.abs()).detach().requires_grad_()
+    loss = sft_loss(logprobs, mask=mask, by_probability=True)
+    torch.testing.assert_close(loss.total, -(logprobs.exp() * logprobs)[mask].sum())
+    torch.testing.assert_close(loss.stats["nll"], -logprobs.detach()[mask].sum())
+    expected = torch.autograd.grad(-logprobs[mask].exp().sum(), logprobs, allow_unused=True)
+    torch.testing.assert_close(torch.autograd.grad(loss.total, logprobs), expected)
+
+
+@fast
 @given(st.integers(0, 6), st.booleans(), st.sampled_from([0.0, 0.1]))
 def test_pairwise_loss_is_bradley_terry(pairs: int, with_margin: bool, centering: float) -> None:
     torch.manual_seed(pairs)

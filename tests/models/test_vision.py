@@ -13,10 +13,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.functional.distillation import DistillationRule
-from hybrid_rlhf.models.distillation import Student, Teacher, TeacherTargets
+from hybrid_rlhf.models.distillation import Teacher
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES
 from hybrid_rlhf.models.packing import packs, saved_rows, set_tensor_world, use_packing
-from hybrid_rlhf.models.policy import Policy, Scorer, scores_at_end
+from hybrid_rlhf.models.policy import Policy, Scorer, TeacherTargets, scores_at_end
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.structure import backbone_of, text_model_of
 from hybrid_rlhf.models.vision import ImageEncoder, Images
@@ -239,7 +239,7 @@ def test_a_student_learns_from_what_a_teacher_sees(family: str) -> None:
         use_packing(lm)
     ids, real, images = padded_chats(family, MIXED)
     mask = text_mask(taught, ids, real)
-    student, other, rule = Student(taught), Teacher(teacher), DistillationRule("forward")
+    student, other, rule = Policy(taught), Teacher(teacher), DistillationRule("forward")
     with torch.no_grad():
         targets = TeacherTargets(other(ids, real, mask, images=images), other.head, rule)
         total, *_ = student(ids, real, mask, 1.0, targets, images=images)

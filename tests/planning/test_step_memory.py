@@ -24,9 +24,8 @@ from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.functional.logprobs import head_chunk_tokens
 from hybrid_rlhf.functional.losses import sft_loss
-from hybrid_rlhf.models.distillation import TeacherTargets
 from hybrid_rlhf.models.packing import saved_rows
-from hybrid_rlhf.models.policy import Policy
+from hybrid_rlhf.models.policy import Policy, TeacherTargets
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.planning.device import Device
 from hybrid_rlhf.planning.job import read_job

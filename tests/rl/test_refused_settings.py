@@ -64,6 +64,23 @@ REFUSED = {
     "--algorithm sapo --algorithm.gate_temperatures [0,1]": "algorithm.gate_temperatures must be above 0, got "
     "0: raise it, for example to [1.0, 1.05]",
     "--teacher.coef 2": "teacher.path must name a model, got none: give --teacher.path FOLDER",
+    "--teacher.path x --teacher.top_k 4": "teacher.top_k is for a divergence, got 4 with loss sampled",
+    "--teacher.path x --teacher.loss forward --teacher.position_gamma 0.5": "teacher.position_gamma weighs sampled "
+    "tokens, got 0.5 with loss forward: leave one out",
+    "--teacher.loss reverse --teacher.per_source '{a: x}'": "teacher.loss reverse over the whole vocabulary needs one "
+    "frozen teacher, got path None and 1 in per_source: give --teacher.top_k 64",
+    "--teacher.path x --teacher.loss reverse --placement separation": "the whole vocabulary has the teacher beside the "
+    "actor, got placement separation",
+    "--teacher.path x --teacher.loss reverse --teacher.top_k 4 --model.sequence_parallel 2": "teacher.loss reverse "
+    "needs a rank for each row, got model.sequence_parallel 2 and tensor_parallel 1: set them to 1",
+    "--teacher.prompt_template x --environment.program m:f --algorithm grpo": "teacher.prompt_template takes the place "
+    "of a row's prompt, got the prompts of programs: leave it out",
+    "--teacher.url http://h:1 --teacher.loss forward --teacher.top_k 64": "teacher.url is one teacher that tells at "
+    "most 20 tokens, got 0 models besides and top_k 64",
+    "--teacher.url http://h:1 --rollout.sampling.temperature 0.7": "teacher.url tells log-probs at temperature 1, got "
+    "rollout.sampling.temperature 0.7: give 1",
+    "--teacher.url http://h:1 --teacher.api_key plain": "teacher.api_key must be ${NAME}",
+    "--teacher.path x --teacher.api_key '${K}'": "teacher.api_key is for teacher.url, got none: leave it out",
     "--algorithm raft --teacher.path x": "teacher gives each token an advantage, got algorithm raft, which selects "
     "completions: give another, such as grpo",
     "--reward.components [runs/teacher,rm]": "reward.components: a reward model must not have the name of a role, got "

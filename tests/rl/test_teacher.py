@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
-from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
+from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, GRPOConfig
+from hybrid_rlhf.configs.rl import TeacherConfig
+from hybrid_rlhf.functional.distillation import divergence
+from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.models.distillation import Teacher
+from hybrid_rlhf.models.policy import Policy, TopTokens
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
+from hybrid_rlhf.rl.algorithms.grpo import GRPO
 from hybrid_rlhf.rl.metrics import rollout_metrics
+from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.rollouts import served_teacher
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
-from hybrid_rlhf.rl.types import Batch, Rollout
+from hybrid_rlhf.rl.rollouts.teaching import Teaching
+from hybrid_rlhf.rl.types import Batch, Rollout, TeacherPrompts
+from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.world import solo_world
+from tests.support.errors import refused
 from tests.support.faults import Point, run_step
 from tests.support.marks import slow
-from tests.support.rl import rollout_of
-from tests.support.steps import MODULES, run_outputs, step_line, write_rows
-from tests.support.tiny import save_tiny, tiny_model
+from tests.support.rl import chat_row, rollout_of
+from tests.support.servers import json_server
+from tests.support.serving import KEY, server_process
+from tests.support.steps import MODULES, run_outputs, step_line, write_lines, write_rows
+from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 CPU = solo_world(torch.device("cpu"))
 
@@ -53,11 +70,12 @@ def scored(*, has_reward: bool = True, seed: int = 0) -> Rollout:
     )
 
 
-def estimated(rollout: Rollout, name: str, *, coef: float) -> Batch:
+def estimated(rollout: Rollout, name: str, *, coef: float, gamma: float = 0.0) -> Batch:
     """The batch by an algorithm without a KL penalty."""
     learner = ALGORITHMS[name](replace(RL_ALGORITHMS[name](), kl=None))
     scaling = ScoreScaling("none")
-    return estimate_advantages(rollout, learner, scaling=scaling, kl_coef=0.0, world=CPU, teacher_coef=coef)
+    teacher = TeacherConfig(path="teacher", coef=coef, position_gamma=gamma)
+    return estimate_advantages(rollout, learner, scaling=scaling, kl_coef=0.0, world=CPU, teacher=teacher)
 
 
 @pytest.mark.parametrize(
@@ -195,3 +213,281 @@ def test_a_run_that_stops_within_a_step_resumes(
     assert run_outputs(tmp_path / "cut") == run_outputs(tmp_path / "whole")
     values = metric(tmp_path / "whole", name)
     assert len(values) == 4 and max(values) > 0
+
+
+class Alone:
+    """A policy on its own, in place of an engine."""
+
+    device = torch.device("cpu")
+    router_agreement = None
+
+    def __init__(self, lm: PreTrainedModel, kind: type[Policy] | type[Teacher] = Policy) -> None:
+        self.lm, self.module = lm, kind(lm)
+
+    def __call__(self, *rows: Any, **more: Any) -> Any:
+        return self.module(*rows, **more)
+
+    def with_router_losses(self, loss: LossSum, weights: Tensor) -> LossSum:
+        return loss
+
+
+FORMS = [("forward", 3), ("reverse", 3), ("jensen_shannon", 3), ("forward", 0), ("reverse", 0), ("jensen_shannon", 0)]
+
+
+@pytest.mark.parametrize(("kind", "k"), FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("template", [False, True])
+def test_the_gradient_of_a_divergence_is_that_of_a_loop_over_tokens(
+    kind: Any, k: int, dtype: torch.dtype, template: bool
+) -> None:
+    """Catches tokens of another place, a weight that is not of the row's length, a temperature of one model alone, and
+    a teacher that reads the actor's prompt in place of its own."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 0, 1, 0]]).bool()
+    real = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]).bool()
+    ids = torch.randint(5, 60, real.shape, generator=torch.Generator().manual_seed(2)) * real
+    prompts = [torch.tensor(of) for of in ([7, 8, 9, 10], [11, 12])]
+    known = {"teacher_prompts": TeacherPrompts(torch.cat(prompts), torch.tensor([4, 2]))} if template else {}
+    rollout = rollout_of(real, mask, input_ids=ids, old_logprobs=torch.zeros(ids.shape), **known)
+    actor, teacher = Alone(tiny_model(1).to(dtype)), tiny_model(3).to(dtype)
+    config = TeacherConfig(path="t", loss=kind, top_k=k, beta=0.3, coef=0.5)
+    temperature, size = 0.7, actor.lm.config.vocab_size
+    read = rollout.as_taught()
+    if k:
+        with torch.no_grad():
+            masks = read.input_ids, read.attention_mask, read.response_mask
+            found = Policy(teacher)(*masks, temperature, top=TopTokens(k, size))[0]
+        teaching = Teaching(config, Roles(CPU, actor, None, teachers={"t": None}), range(size))  # type: ignore[arg-type]
+        if k == 3:
+            assert teaching.top == TopTokens(3, size)
+        rollout = replace(rollout, **teaching.split(found, rollout), teacher_prompts=None)
+    loss = PolicyLoss(
+        actor,  # type: ignore[arg-type]
+        GRPO(GRPOConfig(kl=None, loss_normalization="sequence")),
+        temperature=temperature,
+        max_tokens=9,
+        teacher=config,
+        teaches=None if k else Alone(teacher, Teacher),  # type: ignore[arg-type]
+    )
+    batch = Batch(rollout, torch.zeros(ids.shape), torch.zeros(ids.shape))
+    total = loss(batch, MiniBatch(tokens=20.0, sequences=4.0))[0]
+    grads = torch.autograd.grad(total.total, [*actor.lm.parameters()])
+
+    plain, wide = (copy.deepcopy(of).double() for of in (actor.lm, teacher))
+    expected = torch.zeros((), dtype=torch.float64)
+    apart = 0.0
+    for row, ids_of_row in enumerate(ids):
+        begin, length = int(mask[row].int().argmax()), int(real[row].sum())
+        own = ids_of_row[:length]
+        taught = torch.cat([prompts[row], own[begin:]]) if template else own
+        shift = len(taught) - len(own)
+        logprobs, target = (
+            (of(text[None]).logits[0] / temperature).log_softmax(-1) for of, text in ((plain, own), (wide, taught))
+        )
+        for place in mask[row].nonzero().flatten().tolist():
+            p, q = target[place + shift - 1].detach(), logprobs[place - 1]
+            if k:
+                top, tokens = p.topk(k)
+                p, q = (torch.cat([of, (1 - of.exp().sum()).log()[None]]) for of in (top, q[tokens]))
+            of_token = divergence(q, teacher=p, kind=kind, beta=0.3)
+            expected = expected + 0.5 * 20 / (4 * int(mask[row].sum())) * of_token
+            apart += float(of_token.detach())
+    wanted = torch.autograd.grad(expected, [*plain.parameters()])
+    size_of = max(float(of.abs().max()) for of in wanted)
+    # the chain of tens of products in the forward and backward of two layers, each rounded once; norms are in float32
+    # also in a model of float64, whose head test_several_labels_of_a_state_have_the_gradient_of_whole_logits compares
+    bound = 200 * torch.finfo(dtype).eps
+    assert float(total.stats["teacher"]) == pytest.approx(apart, rel=max(bound, 1e-5))
+    for mine, of_loop in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), of_loop, atol=bound * size_of, rtol=0)
+
+
+def domain_rows(file: Path) -> Path:
+    """Prompts of two domains, with a solution each."""
+    rows = [{"prompt": f"say {i % 9}", "source": "ab"[i % 2], "solution": f"it is {i % 9}"} for i in range(60)]
+    return write_lines(file, rows)
+
+
+DIVERGENCE = "--teacher.loss reverse --teacher.top_k 5"
+TEMPLATE = "{prompt} ({solution})"
+
+
+def test_a_teacher_reads_the_rows_of_its_source_after_its_own_prompt() -> None:
+    """Catches a row of another domain's teacher, a template without the columns, and log-probs of other tokens."""
+    roles = Roles(CPU, None, None, teachers={"teacher": None, "teacher.b": None})  # type: ignore[arg-type, dict-item]
+    config = TeacherConfig(path="x", per_source={"b": "y", "c": "x"}, prompt_template=TEMPLATE, loss="reverse", top_k=2)
+    assert config.models == {"teacher": "x", "teacher.b": "y"}
+    teaching = Teaching(config, roles, tiny_tokenizer())
+    rows = [
+        chat_row("one", source="b", solution="1"),
+        chat_row("two", source="c", solution="22"),
+        chat_row("3", solution=3),
+    ]
+    lengths = [len(row["input_ids"]) for row in rows]
+    real = torch.arange(max(lengths) + 4) < torch.tensor(lengths)[:, None] + torch.tensor([[4], [2], [3]])
+    mask = real & (torch.arange(real.shape[1]) >= torch.tensor(lengths)[:, None])
+    ids = torch.randint(5, 60, real.shape)
+    rollout = teaching.assigned(rows, rollout_of(real, mask, input_ids=ids))
+    assert rollout.teachers is not None and rollout.teachers.tolist() == [1, 0, 0]
+    read = rollout.as_taught()
+    for row, text in enumerate(["one (1)", "two (22)", "3 (3)"]):
+        prompt = chat_row(text)["input_ids"]
+        own = ids[row][mask[row]].tolist()
+        assert read.input_ids[row][read.attention_mask[row]].tolist() == prompt + own
+        assert read.input_ids[row][read.response_mask[row]].tolist() == own
+    found = read.input_ids[:, :, None].float() + torch.arange(5) / 8
+    columns = teaching.split(found, rollout)
+    assert torch.equal(columns["teacher_logprobs"][mask], ids[mask].float())
+    assert torch.equal(columns["teacher_top"][mask], ids[mask][:, None] + torch.tensor([1, 2]) / 8)
+    assert torch.equal(columns["teacher_tokens"][mask], ids[mask][:, None].expand(-1, 2).int())
+    again = Rollout.from_tensors(Rollout.joined([rollout.rows([2]), rollout.rows([0, None])]).tensors())
+    assert again.as_taught().input_ids[0].tolist()[:12] == read.input_ids[2].tolist()[:12]
+    assert refused(teaching.require_usable, [chat_row("x", source="b")]).startswith("teacher.prompt_template must have")
+    alone = Teaching(replace(config, path=None, prompt_template=None), roles, tiny_tokenizer())
+    assert "got a row with 'd': add it" in refused(alone.require_usable, [chat_row("x", source="d")])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--teacher.loss forward --teacher.top_k 5",
+        "--teacher.loss jensen_shannon",
+        slow("--teacher.loss reverse --teacher.top_k 5"),
+        slow("--teacher.position_gamma 0.5"),
+    ],
+)
+def test_a_student_approaches_its_teacher_by_each_form(
+    more: str, model_folder: Path, teacher_folder: Path, tmp_path: Path
+) -> None:
+    """Catches a sign, and a term of the loss without a gradient."""
+    line = f"{more} --actor.optimizer.lr 3e-3 --rollout.sampling.n 8 --train.max_steps 6 --train.eval_every 6"
+    rows, run = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
+    assert run_step(MODULES["ppo"], 1, line_of(run, model_folder, rows, teacher_folder, *ALONE, *line.split())) == [0]
+    name = "teacher/divergence" if "loss" in more else "teacher/kl"
+    apart = metric(run, name)
+    assert apart[-1] < 0.8 * apart[0], apart
+
+
+@pytest.mark.parametrize("template", ["", TEMPLATE])
+def test_all_tokens_are_the_whole_vocabulary(
+    template: str, model_folder: Path, teacher_folder: Path, tmp_path: Path
+) -> None:
+    """Two ways to the same loss: log-probs of all tokens from scoring, and states in the updates."""
+    rows = domain_rows(tmp_path / "rows.jsonl")
+    line = "--teacher.loss reverse --train.max_steps 2 --train.eval_every 0 --actor.optimizer.eps 1e-3".split()
+    line += ["--teacher.prompt_template", template] if template else []
+    runs = [tmp_path / name for name in ("whole", "top")]
+    for run, more in zip(runs, ([], ["--teacher.top_k", "999"]), strict=True):
+        assert run_step(MODULES["ppo"], 1, line_of(run, model_folder, rows, teacher_folder, *ALONE, *line, *more)) == [
+            0
+        ]
+    for key in ("teacher/divergence", "actor/grad_norm"):
+        whole, top = (metric(run, key) for run in runs)
+        assert len(whole) == 2 and top == pytest.approx(whole, rel=1e-3)
+
+
+def test_a_run_of_specialists_that_stops_within_a_step_resumes_on_two_ranks_too(
+    model_folder: Path, teacher_folder: Path, tmp_path: Path
+) -> None:
+    """Catches a column of the teachers that is not of the checkpoint, and rows that another rank's teacher misses."""
+    rows = domain_rows(tmp_path / "rows.jsonl")
+    more = f"{DIVERGENCE} --train.max_steps 3 --train.eval_every 0 --actor.optimizer.eps 1e-3".split()
+    more += ["--teacher.per_source", f"{{b: {model_folder}}}", "--teacher.prompt_template", TEMPLATE]
+    whole, cut, split = (
+        line_of(tmp_path / name, model_folder, rows, teacher_folder, *ALONE, *more)
+        for name in ("whole", "cut", "split")
+    )
+    assert run_step(MODULES["ppo"], 1, whole) == [0]
+    point = Point("hybrid_rlhf.rl.updates.updater:Updater._update_actor", 6, 0, signal=signal.SIGTERM)
+    assert run_step(MODULES["ppo"], 1, cut, point) == [STOPPED_EXIT_CODE]
+    assert run_step(MODULES["ppo"], 1, [*cut, "--resume", "auto"]) == [0]
+    assert run_outputs(tmp_path / "cut") == run_outputs(tmp_path / "whole")
+    assert run_step(MODULES["ppo"], 2, [*split, "--actor.zero.stage", "3"]) == [0, 0]
+    for name in ("teacher/divergence", "teacher/kl"):
+        assert metric(tmp_path / "split", name) == pytest.approx(metric(tmp_path / "whole", name), rel=1e-4)
+
+
+@pytest.mark.parametrize("more", ["", slow("--actor.lora.rank 4 --rollout.max_lag 1")])
+def test_a_model_teaches_itself_with_a_solution(more: str, model_folder: Path, tmp_path: Path) -> None:
+    """Catches a teacher with the actor's prompt: the divergence would be 0."""
+    rows, run = domain_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
+    line = [*ALONE, *f"{DIVERGENCE} --train.max_steps 2 --train.eval_every 0 {more}".split()]
+    line = step_line("ppo", run, model_folder, rows, *line, "--teacher.prompt_template", TEMPLATE)
+    assert run_step(MODULES["ppo"], 1, line) == [0]
+    assert min(metric(run, "teacher/divergence")) > 1e-4
+
+
+def test_the_first_tokens_weigh_more_by_what_has_come_before() -> None:
+    """The closed form of IW-OPD; with gamma 0 the advantages are those without."""
+    rollout = scored()
+    assert rollout.old_logprobs is not None and rollout.teacher_logprobs is not None
+    plain, weighted = (estimated(rollout, "grpo", coef=0.7, gamma=gamma).advantages for gamma in (0.0, 0.5))
+    for row, mask in enumerate(rollout.response_mask):
+        log_ratio = (rollout.teacher_logprobs - rollout.old_logprobs)[row][mask]
+        before = 0.0
+        for place, value in zip(mask.nonzero().flatten().tolist(), log_ratio.tolist(), strict=True):
+            weight = 0.5 * (1 - before / float(log_ratio.abs().sum()))
+            assert float(weighted[row, place] - plain[row, place]) == pytest.approx(0.7 * weight * value, abs=1e-5)
+            before += abs(value)
+
+
+def test_a_served_teacher_teaches_as_one_of_the_run(
+    model_folder: Path, teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches log-probs of other tokens, prompts or temperatures than those that the run's own teacher reads."""
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    rows = domain_rows(tmp_path / "rows.jsonl")
+    line = f"{DIVERGENCE} --train.max_steps 2 --train.eval_every 0 --actor.optimizer.eps 1e-3".split()
+    line = [*ALONE, *line, "--teacher.prompt_template", TEMPLATE]
+    own, served = (tmp_path / name for name in ("own", "served"))
+    assert run_step(MODULES["ppo"], 1, line_of(own, model_folder, rows, teacher_folder, *line)) == [0]
+    with server_process(f"{teacher_folder}") as (_, url):
+        line += ["--teacher.url", f"{url}/v1", "--teacher.api_key", "${TEACHER_KEY}"]
+        assert run_step(MODULES["ppo"], 2, step_line("ppo", served, model_folder, rows, *line)) == [0, 0]
+    for name in ("teacher/divergence", "teacher/kl"):
+        assert metric(served, name) == pytest.approx(metric(own, name), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("busy once", None),
+        ("down", "teacher.url must be a server that answers, "),
+        ("other tokens", "the teacher must share the actor's tokens, "),
+        ("unsteady", "a teacher must answer the same tokens alike, "),
+    ],
+)
+def test_a_served_teacher_is_asked_again_and_must_answer_alike(
+    fault: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a request that is not repeated, and a teacher of noise or of other tokens that is believed."""
+    asked: list[str] = []
+    tokenizer = tiny_tokenizer()
+
+    def answer(method: str, path: str, body: bytes) -> tuple[int, Any]:
+        asked.append(path)
+        if fault == "down" or (fault == "busy once" and asked.count(path) == 1):
+            return 503, {}
+        content = json.loads(body) if body else {}
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "m"}]}
+        if path == "/tokenize":
+            ids = tokenizer(content["prompt"], add_special_tokens=False)["input_ids"]
+            return 200, {"tokens": ids[1:] if fault == "other tokens" else ids}
+        shift = asked.count(path) / 4 if fault == "unsteady" else 0.0
+        likely = [{str(token): {"logprob": -1.0 - shift}, "9": {"logprob": -0.5}} for token in content["prompt"][1:]]
+        return 200, {"choices": [{"prompt_logprobs": [None, *likely]}]}
+
+    monkeypatch.setattr(served_teacher, "retry_delay_seconds", lambda tries: 0.0)
+    with json_server(answer) as url:
+        teacher = served_teacher.ServedTeacher(TeacherConfig(url=url, loss="forward", top_k=1), k=1)
+        if expected is not None:
+            assert refused(teacher.require_same, tokenizer).startswith(expected)
+            return
+        teacher.require_same(tokenizer)
+        teacher = served_teacher.ServedTeacher(
+            TeacherConfig(url=url, loss="forward", top_k=1), k=1
+        )  # as a run makes it
+        real = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+        mask = real & torch.tensor([False, True, True])
+        found = teacher(rollout_of(real, mask, input_ids=torch.tensor([[5, 6, 7], [5, 8, 0]])))
+        assert torch.equal(found[mask], torch.tensor([[-1.0, -0.5, 9.0]]).expand(3, 3)) and not found[~mask].any()

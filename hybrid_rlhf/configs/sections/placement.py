@@ -19,12 +19,19 @@ ZeroStage = Literal[0, 1, 2, 3]
 STYLES: tuple[Style, ...] = get_args(Style)
 ROLES = ("actor", "critic", "critic_copy", "reference", "teacher", "sampler")
 """Names of the roles of a step besides its reward models."""
+TEACHER_PREFIX = "teacher."
+"""Begin of the names of further teachers, by a value of teacher.per_source."""
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 _KEYS = ("ranks", "zero", "tensor_parallel")
 _INFERENCE = ("sampler", "critic_copy")
 """Roles that have inference weights only."""
 _RETIRED = {"with_actor": "a sampler samples alone, and without ranks of its own on the actor's: leave one out"}
 _MOST_RANKS = 2**16
+
+
+def is_role(name: str) -> bool:
+    """True for the name of a role, false for that of a reward model."""
+    return name in ROLES or name.startswith(TEACHER_PREFIX)
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class RolePlacements:
     style: Style | Literal["auto"]
     """auto: the planner chooses the ranks of all roles (planning/automatic.py)."""
     roles: Mapping[str, RoleRanks] = field(default_factory=dict)
-    """By role: one of ROLES, reward (all reward models), or a reward model's name."""
+    """By role: one of ROLES (teacher: all teachers), reward (all reward models), or a reward model's name."""
 
     def as_given(self) -> str | dict[str, Any]:
         """Return the value in the form of config files."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import ZeroStage
+from hybrid_rlhf.configs.sections.placement import ZeroStage, is_role
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement, RolePlacement, aligned, role_label
@@ -177,7 +177,7 @@ class ResidencyRules:
             return RoleResidency({"inference weights": _ON_DEVICE})
         if name == "sampler":
             return self.sampler(shares_ranks=placement.sampler_shares_ranks)
-        if name not in ("reference", "teacher"):
+        if not is_role(name):
             return self.frozen(place, sharded_on_host="critic" in self.parameters_on_host)
         # the reference computes at the same time as reward models on other ranks, else both after them
         beside = name == "reference" and placement.reference_beside_rewards

@@ -75,6 +75,8 @@ class VLLMServer:
     max_positions: int | None = None
     lost: str | None = None
     """Reason why it is not used; none: it is."""
+    setting: str = "rollout.vllm"
+    """The setting that names it, for messages."""
 
     def call(self, method: str, path: str, *, seconds: float = _CALL_SECONDS, **arguments: Any) -> Any:
         """Return the JSON of a route.
@@ -112,23 +114,33 @@ class VLLMServer:
         except (TypeError, LookupError):
             raise UserError(
                 f"{self.shown} must be a vLLM server, its /v1/models has no model ({shortened(str(answer), 300)}): "
-                "check rollout.vllm"
+                f"check {self.setting}"
             ) from None
         self.max_positions = card.get("max_model_len")
 
     def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Return the log-probs of all tokens of a prompt but the first, at temperature 1.
+        """Return the log-probs of all tokens of a prompt but the first; otherwise as `likely_tokens`."""
+        return [likely[token] for token, likely in zip(tokens[1:], self.likely_tokens(tokens, 0), strict=True)]
+
+    def likely_tokens(self, tokens: Sequence[int], top: int) -> list[dict[int, float]]:
+        """Return for all tokens of a prompt but the first the log-probs at temperature 1 of the token and of the `top`
+        most likely ones in its place.
 
         Raises:
             ServerLost, UserError: as in `call`, and UserError without log-probs in the answer.
         """
-        body = {"model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body = {
+            "model": self.model,
+            "prompt": list(tokens),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": top,
+        }
         choice = self.call("POST", "/v1/completions", json=body)["choices"][0]
         logprobs = choice.get("prompt_logprobs")
         if logprobs is None:
-            raise UserError(f"a server of rollouts must return prompt_logprobs, {self.shown} does not: use vLLM")
-        pairs = zip(tokens[1:], logprobs[1:], strict=True)
-        return [float(of_token[str(token)]["logprob"]) for token, of_token in pairs]
+            raise UserError(f"{self.setting} must be servers with prompt_logprobs, {self.shown} has none: use vLLM")
+        return [{int(token): float(of["logprob"]) for token, of in likely.items()} for likely in logprobs[1:]]
 
     def content(self, response: httpx2.Response, path: str) -> Any:
         """Return the JSON of an answer; None if it is empty.
@@ -146,7 +158,7 @@ class VLLMServer:
             raise ServerLost(f"HTTP {status}: {text}")
         raise UserError(
             f"{self.shown} must have vLLM's route {path}, it answered HTTP {status} ({text}): start vLLM with "
-            "VLLM_SERVER_DEV_MODE=1, and check rollout.vllm"
+            f"VLLM_SERVER_DEV_MODE=1, and check {self.setting}"
         )
 
 

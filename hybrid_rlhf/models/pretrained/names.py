@@ -45,6 +45,8 @@ def named_models(config: Any) -> Iterator[tuple[str, str]]:
     for name in ("model", "critic", "reference", "teacher"):
         if path := getattr(getattr(config, name, None), "path", None):
             yield f"{name}.path", path
+    for path in getattr(getattr(config, "teacher", None), "per_source", {}).values():
+        yield "teacher.per_source", path
     if teacher := getattr(getattr(config, "distill", None), "teacher", None):
         yield "distill.teacher", teacher
     for component in config.reward.named if hasattr(config, "reward") else ():

@@ -65,8 +65,12 @@ def build_roles(
     critic_path = _critic_path(config, run, actor_path)
     reference_path = reference_path_of(config, run, actor_path)
     teacher = config.teacher
-    teacher_path = None if teacher is None else resolve(config, run, teacher.path, key="teacher.path")
-    for role, path in (("critic", critic_path), ("reference", reference_path), ("teacher", teacher_path)):
+    teachers = (
+        {}
+        if teacher is None
+        else {name: resolve(config, run, path, key="teacher.path") for name, path in teacher.models.items()}
+    )
+    for role, path in (("critic", critic_path), ("reference", reference_path), *teachers.items()):
         if path is not None:
             require_same_tokens(role, path, tokenizer, config.model)
             if images is not None:
@@ -91,7 +95,12 @@ def build_roles(
         reference,
         sampler,
         copy,
-        None if teacher_path is None else build.frozen("teacher", teacher_path, role="reference"),
+        {
+            name: build.frozen(
+                name, path, role="teacher" if teacher is not None and teacher.reads_whole else "reference"
+            )
+            for name, path in teachers.items()
+        },
         reference_beside_rewards=placement.reference_beside_rewards,
         images=images,
         close=build.close,

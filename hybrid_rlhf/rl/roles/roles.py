@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,7 +19,7 @@ from hybrid_rlhf.runtime.world import World
 
 @dataclass(frozen=True)
 class Roles:
-    """Actor, reward, critic, reference and teacher, each on its ranks; some steps need no critic, reference or
+    """Actor, reward, critic, reference and teachers, each on its ranks; some steps need no critic, reference or
     teacher."""
 
     world: World
@@ -33,8 +33,8 @@ class Roles:
     """A sampler on ranks of its own, or in vLLM's processes; None if the actor samples."""
     critic_copy: Reader | None = None
     """Computes the critic's values; None if the critic computes them."""
-    teacher: RoleModel | None = None
-    """None without on-policy distillation."""
+    teachers: Mapping[str, RoleModel] = field(default_factory=dict)
+    """Frozen teachers of on-policy distillation by the names of their roles."""
     reference_beside_rewards: bool = False
     """True if the reference and the reward models have no rank in common, and so read at the same time."""
     images: ImageCatalogue | None = None
@@ -68,7 +68,7 @@ class Roles:
 
     @property
     def _readers(self) -> list[RoleModel | Reward]:
-        roles = (self.actor, self.critic, self.reward, self.reference, self.teacher)
+        roles = (self.actor, self.critic, self.reward, self.reference, *self.teachers.values())
         return [role for role in roles if role is not None]
 
     def refresh_reference(self) -> None:

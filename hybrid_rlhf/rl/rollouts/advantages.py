@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.configs.rl import TeacherConfig
 from hybrid_rlhf.configs.sections.algorithm import KLConfig
 from hybrid_rlhf.functional.advantages import shaped_rewards
 from hybrid_rlhf.functional.losses import KL_ESTIMATORS
@@ -122,7 +123,7 @@ def estimate_advantages(
     scaling: ScoreScaling,
     kl_coef: float,
     world: World,
-    teacher_coef: float = 0.0,
+    teacher: TeacherConfig | None = None,
 ) -> Batch:
     """Scale the scores, shape the rewards, and let the algorithm estimate advantages and returns; with
     algorithm.mask_truncated, completions that were truncated are not learned from. Every rank calls.
@@ -133,7 +134,8 @@ def estimate_advantages(
         scaling: scaling of the scores; `RolloutScorer.score` has counted them in running statistics.
         kl_coef: coefficient of the KL penalty where it is in the reward.
         world: the ranks that hold rows.
-        teacher_coef: weight of the teacher's part of the advantages, where the rollout has the teacher's log-probs.
+        teacher: weighs the teacher's part of the advantages, where the rollout has the teacher's log-probs and the
+            loss has no divergence from the teacher.
     """
     config = algorithm.config
     mask = rollout.response_mask
@@ -158,10 +160,13 @@ def estimate_advantages(
     advantages = _advantages(rewards, rollout, algorithm)
     returns = algorithm.returns(rewards, rollout)
     advantages = algorithm.whitened(advantages, rollout, total=world.total)
-    if rollout.teacher_logprobs is not None:
+    if rollout.teacher_logprobs is not None and teacher is not None and teacher.loss == "sampled":
         assert rollout.old_logprobs is not None
         to_teacher = KL_ESTIMATORS["k1"](rollout.old_logprobs, ref_logprobs=rollout.teacher_logprobs)
-        advantages = advantages - teacher_coef * keep(to_teacher, mask)
+        kept = keep(to_teacher, mask)
+        if teacher.position_gamma:
+            kept = position_weights(kept, gamma=teacher.position_gamma) * kept
+        advantages = advantages - teacher.coef * kept
     metrics = {**scaling.metrics(), **rollout.metrics}
     if rollout.ref_logprobs is not None:
         metrics["objective/kl_coef"] = kl_coef
@@ -169,6 +174,14 @@ def estimate_advantages(
     if not algorithm.learns_truncated:
         rollout = replace(rollout, learned=rollout.stopped)
     return Batch(rollout, rewards, advantages, returns, clipped, metrics=metrics)
+
+
+def position_weights(to_teacher: Tensor, *, gamma: float) -> Tensor:
+    """Weights [N, T] of log-ratios [N, T]: 1 + gamma * (1 - a sum of their magnitudes before the token / that of the
+    whole row); a row of zeros has 1 + gamma. Source: IW-OPD (arXiv 2606.22600), algorithm 1."""
+    size = to_teacher.abs()
+    before = size.cumsum(dim=1) - size
+    return 1 + gamma * (1 - before / size.sum(dim=1, keepdim=True).clamp(min=1e-8))
 
 
 def _advantages(rewards: Tensor, rollout: Rollout, algorithm: Algorithm) -> Tensor:

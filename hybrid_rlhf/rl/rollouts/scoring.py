@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, PenaltiesConfig
-from hybrid_rlhf.engines.role_model import Reader
+from hybrid_rlhf.engines.role_model import Reader, RoleModel
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.rl.metrics import episode_metrics
@@ -27,8 +27,11 @@ from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
 from hybrid_rlhf.rl.roles.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.rl.rollouts.teaching import Teaching
 from hybrid_rlhf.rl.sharing import row_values
 from hybrid_rlhf.rl.types import ROUTER_AGREEMENT, Rollout
+from hybrid_rlhf.runtime.background import BackgroundCall
+from hybrid_rlhf.runtime.world import shared_user_errors
 
 
 class RolloutScorer:
@@ -42,8 +45,10 @@ class RolloutScorer:
         algorithm: AlgorithmConfig,
         planner: MiniBatchPlanner,
         scaling: ScoreScaling,
+        teaching: Teaching | None = None,
     ) -> None:
-        """Take the roles and the settings; those of sampling, the tokenizer and the timers are the sampler's."""
+        """Take the roles, the settings and the teachers; the settings of sampling, the tokenizer and the timers are the
+        sampler's."""
         self._roles = roles
         self._config = sampler.config
         self._tokenizer = sampler.tokenizer
@@ -52,6 +57,7 @@ class RolloutScorer:
         self._planner = planner
         self._scaling = scaling
         self._world = roles.world
+        self._teaching = teaching
 
     def score(
         self,
@@ -101,6 +107,8 @@ class RolloutScorer:
         scores = report.scores[index.mine]
         if rollout.turn_rewards is not None:
             scores = scores + row_sums(rollout.turn_rewards)
+        if self._teaching is not None:
+            rollout = self._teaching.assigned(prompts, rollout)
         rollout = replace(rollout, components={name: of[index.mine] for name, of in report.components.items()})
         accepted = torch.ones(len(index), dtype=torch.bool)
         accepted[report.dropped] = False
@@ -156,35 +164,44 @@ class RolloutScorer:
         metrics = dict(rollout.metrics)
         reads_ref = self._algorithm.uses_reference and rollout.ref_logprobs is None
         stale = bool(index.gather(rollout.staleness(self.weight_version))[:, 0].any())
-        teacher = roles.teacher
+        teaching = None if self._teaching is None or self._teaching.config.reads_whole else self._teaching
         reads_old = self._algorithm.actor_scores_rollout(
-            other_sampler=roles.actor.rounds_otherwise or stale, has_teacher=teacher is not None
+            other_sampler=roles.actor.rounds_otherwise or stale, has_teacher=teaching is not None
         )
         has_critic = roles.critic is not None
         defers = defers and reads_old and self._algorithm.defers_old_logprobs
-        defers = defers and teacher is None and rollout.routes is None
+        defers = defers and teaching is None and rollout.routes is None
         agreement = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         readers = [
             *([self._reader_of_reference] if reads_ref else []),
-            *([] if teacher is None else [teacher]),
             *([self._reader_of_values] if has_critic else []),
         ]
         with self._timers("scoring"):
             reading = _Reading(plan, rollout, readers, trained=roles.actor if reads_old else None, skips_first=defers)
+            read = rollout.as_taught()
+            served = None if teaching is None else teaching.served
+            answers = None if served is None else BackgroundCall(lambda: served(read), device=torch.device("cpu"))
+            lessons = [] if teaching is None else self._lessons(teaching, rollout, read, plan)
             # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
             if has_critic:  # first, so that the critic's ranks are free for the actor in the meantime
                 self._reader_of_values.sync()
             computed: dict[str, dict[int, Tensor]] = {}
             if reads_ref:
                 computed |= self._read_reference(reading)
-            if teacher is not None:
-                computed |= self._read_frozen(reading, teacher, "teacher_logprobs")
+            taught: dict[int, Tensor] = {}
+            for model, lesson in lessons:
+                taught |= self._read_frozen(lesson, model, "taught", teaching)["taught"]
             if reads_old:
                 computed |= self._read_actor(reading, agreement)
             if has_critic:
                 computed |= self._read_critic(reading)
             columns: dict[str, Any] = {"old_logprobs": rollout.sampled_logprobs}
             columns |= index.collect(computed, width=rollout.input_ids.shape[1])
+            if teaching is not None:
+                found = index.collect({"taught": taught}, width=read.input_ids.shape[1])["taught"]
+                with shared_user_errors(self._world):
+                    found = found if answers is None else answers.result()
+                columns |= teaching.split(found, rollout) | {"teachers": None, "teacher_prompts": None}
             if defers:
                 first = {*plan.rows_of(0)}
                 own = torch.tensor([row not in first for row in index.mine], dtype=torch.bool)
@@ -218,10 +235,28 @@ class RolloutScorer:
         with self._roles.actor.reference() as base:
             return reading.values(base, self._logprobs_of(base), "ref_logprobs")
 
-    def _read_frozen(self, reading: _Reading, model: Reader, name: str) -> dict[str, dict[int, Tensor]]:
-        """A frozen language model's log-probs of this rank's rows, without entries on a rank without it."""
+    def _lessons(
+        self, teaching: Teaching, rollout: Rollout, read: Rollout, plan: MiniBatchPlan
+    ) -> list[tuple[RoleModel, _Reading]]:
+        """The teachers with the rows that each reads, of the rollout as taught. Every rank calls."""
+        if read is not rollout:
+            plan = self._planner.plan(read)
+        one = torch.zeros(len(rollout), dtype=torch.long)
+        teacher_of = plan.index.gather(one if rollout.teachers is None else rollout.teachers).tolist()
+        lessons = []
+        for number, model in enumerate(teaching.models):
+            parts = [[row for row in part if teacher_of[row] == number] for part in plan.rows]
+            mine = replace(plan, rows=[part for part in parts if part])
+            lessons.append((model, _Reading(mine, read, [model])))
+        return lessons
+
+    def _read_frozen(
+        self, reading: _Reading, model: Reader, name: str, teaching: Teaching | None = None
+    ) -> dict[str, dict[int, Tensor]]:
+        """A frozen language model's log-probs of this rank's rows, with its likely tokens, without entries on a rank
+        without it."""
         with model.on_device():
-            return reading.values(model, self._logprobs_of(model), name)
+            return reading.values(model, self._logprobs_of(model, teaching), name)
 
     def _read_actor(self, reading: _Reading, agreement: Tensor) -> dict[str, dict[int, Tensor]]:
         """The actor's log-probs and entropy of this rank's rows, without entries on a rank without the actor. Adds to
@@ -254,11 +289,12 @@ class RolloutScorer:
 
         return reading.values(reader, read, "old_values")
 
-    def _logprobs_of(self, engine: Reader) -> Callable[[Rollout], tuple[Tensor, ...]]:
+    def _logprobs_of(self, engine: Reader, teaching: Teaching | None = None) -> Callable[[Rollout], tuple[Tensor, ...]]:
         temperature = self._config.sampling.temperature
         images_of = self._roles.images_of
+        asked = {} if teaching is None or teaching.top is None else {"top": teaching.top}
         return lambda batch: engine(
-            batch.input_ids, batch.attention_mask, batch.response_mask, temperature, images=images_of(batch)
+            batch.input_ids, batch.attention_mask, batch.response_mask, temperature, images=images_of(batch), **asked
         )[:1]
 
 
@@ -296,12 +332,15 @@ class _Reading:
         *names: str,
         micro_batches: Sequence[list[int | None]] | None = None,
     ) -> dict[str, dict[int, Tensor]]:
-        """The named values [n, t] that `read` returns of a micro-batch, by row, of the rows that this rank reports;
-        None: the micro-batches of a reader that is not trained. They come to the host by one copy at the end."""
+        """The named values [n, t] that `read` returns of a micro-batch, or [n, t, k] of one name, by row, of the rows
+        that this rank reports; None: the micro-batches of a reader that is not trained. They come to the host by one
+        copy at the end."""
         parts = self._numbers(reader) if micro_batches is None else micro_batches
         # [n, t, names]
-        found = [(numbers, torch.stack(read(self.rows(numbers)), dim=2)) for numbers in parts]
+        found = [(numbers, torch.stack(read(self.rows(numbers)), dim=2).flatten(2)) for numbers in parts]
         of_rows = row_values(found if reader.reports_rows else [], self.lengths)
+        if len(names) == 1:
+            return {names[0]: {number: values.squeeze(1) for number, values in of_rows.items()}}
         return {
             name: {number: values[:, place] for number, values in of_rows.items()} for place, name in enumerate(names)
         }

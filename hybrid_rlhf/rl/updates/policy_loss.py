@@ -1,18 +1,27 @@
 """The actor's loss on a micro-batch: the algorithm's loss, an entropy bonus, the KL where it is a term of the loss,
-the algorithm's further term, and the effect of entropy control on the tokens that it has selected
-(rl/rollouts/entropy.py).
+the divergence from a teacher, the algorithm's further term, and the effect of entropy control on the tokens that it has
+selected (rl/rollouts/entropy.py).
 
-All terms are sums over response tokens with the same weights, divided once by the caller.
+All terms are sums over response tokens with the same weights, divided once by the caller. The divergence from a teacher
+has those of lengths alone: it is no estimate from the sampled token, so that no correction for the sampler applies.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from hybrid_rlhf.configs.rl import TeacherConfig
 from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig, SamplerRatio
-from hybrid_rlhf.engines.role_model import Actor
+from hybrid_rlhf.engines.partition import gathered
+from hybrid_rlhf.engines.role_model import Actor, RoleModel
+from hybrid_rlhf.functional.distillation import DistillationRule, divergence, with_tail
 from hybrid_rlhf.functional.losses import (
     LossSum,
     accepted_completions,
@@ -22,6 +31,9 @@ from hybrid_rlhf.functional.losses import (
     sampler_ratio,
 )
 from hybrid_rlhf.functional.masking import masked_sum
+from hybrid_rlhf.functional.transfers import moved
+from hybrid_rlhf.models.distillation import Teacher
+from hybrid_rlhf.models.policy import TeacherTargets
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.images import ImagesOf
@@ -74,8 +86,11 @@ class PolicyLoss:
         temperature: float,
         max_tokens: int,
         images_of: ImagesOf = lambda rollout: None,
+        teacher: TeacherConfig | None = None,
+        teaches: RoleModel | None = None,
     ) -> None:
-        """Take the actor, the algorithm, the rollout's temperature and longest completion, and the images of rows."""
+        """Take the actor, the algorithm, the rollout's temperature and longest completion, the images of rows, and the
+        settings of distillation, with the teacher if it reads the micro-batches."""
         self._actor = actor
         self._images_of = images_of
         self._algorithm = algorithm
@@ -85,23 +100,39 @@ class PolicyLoss:
         """Weight of the log-ratios of selected tokens; None: selected tokens have no policy gradient."""
         self._temperature = temperature
         self._max_tokens = max_tokens
+        self._teacher = teacher
+        self._teaches = teaches
 
     def __call__(self, batch: Batch, mini_batch: MiniBatch) -> tuple[LossSum, Tensor]:
         """The loss on a micro-batch [n, t], which is on the host, and the current log-probs [n, t] without gradient."""
         config = self._config
         rollout = batch.rollout
         actor = self._actor
-        logprobs, entropy = actor(
-            rollout.input_ids,
-            rollout.attention_mask,
-            rollout.response_mask,
-            self._temperature,
-            routes=rollout.padded_routes,
-            images=self._images_of(rollout),
+        normalization = config.loss_normalization if isinstance(config, PolicyGradientConfig) else "token"
+        weights_of = partial(
+            length_weights,
+            normalization=normalization,
+            tokens=mini_batch.tokens,
+            sequences=mini_batch.sequences,
+            max_tokens=self._max_tokens,
         )
+        with self._targets(rollout, weights_of) as asked:
+            logprobs, entropy, *distance = actor(
+                rollout.input_ids,
+                rollout.attention_mask,
+                rollout.response_mask,
+                self._temperature,
+                routes=rollout.padded_routes,
+                images=self._images_of(rollout),
+                **asked,
+            )
         batch = batch.for_loss(actor.device)
         rollout = batch.rollout
         mask = rollout.response_mask
+        if self._teacher is not None and (kind := self._teacher.divergence) and rollout.teacher_top is not None:
+            likely, logprobs = with_tail(logprobs[..., 1:]), logprobs[..., 0]
+            apart = divergence(likely, teacher=with_tail(rollout.teacher_top), kind=kind, beta=self._teacher.beta)
+            distance = [masked_sum(weights_of(mask) * apart, mask=mask), masked_sum(apart.detach(), mask=mask)]
         current = logprobs.detach()
         compared: dict[str, Tensor] = {}
         if config.reads_sampler:
@@ -111,13 +142,8 @@ class PolicyLoss:
             rollout = replace(rollout, old_logprobs=current)
             batch = replace(batch, rollout=rollout)
         correction = self._correction(rollout)
-        normalization = config.loss_normalization if isinstance(config, PolicyGradientConfig) else "token"
-        weights = length_weights(
+        weights = weights_of(
             mask,
-            normalization=normalization,
-            tokens=mini_batch.tokens,
-            sequences=mini_batch.sequences,
-            max_tokens=self._max_tokens,
             kept=None if correction is None or correction.counts_masked else correction.weights,
             kept_tokens=mini_batch.kept_tokens,
         )
@@ -158,9 +184,31 @@ class PolicyLoss:
                 tokens=mini_batch.tokens,
                 counted=mini_batch.extra_tokens,
             )
+        if distance and self._teacher is not None:
+            total = total + self._teacher.coef * distance[0]
+            stats["teacher"] = distance[1]
         stats["entropy"] = masked_sum(entropy.detach(), mask=mask)
         loss = LossSum(total, loss.count, {**loss.stats, **stats})
         return actor.with_router_losses(loss, mask.sum(dim=1)), current
+
+    @contextlib.contextmanager
+    def _targets(self, rollout: Rollout, weights_of: Callable[[Tensor], Tensor]) -> Iterator[dict[str, Any]]:
+        """What the actor's forward is asked besides log-probs for the divergence from a teacher."""
+        if self._teaches is None or self._teacher is None or (kind := self._teacher.divergence) is None:
+            yield {} if rollout.teacher_tokens is None else {"candidates": rollout.teacher_tokens}
+            return
+        read = rollout.as_taught()
+        module = self._teaches.module
+        assert isinstance(module, Teacher)
+        with torch.no_grad():
+            hidden = self._teaches(
+                read.input_ids, read.attention_mask, read.response_mask, images=self._images_of(rollout)
+            )
+        temperature = self._temperature
+        rule = DistillationRule(kind, self._teacher.beta, temperature)
+        weights = weights_of(rollout.response_mask).expand(rollout.response_mask.shape) / temperature**2
+        with gathered(module.head.parameters()):
+            yield {"targets": TeacherTargets(hidden, module.head, rule, moved(weights, self._actor.device))}
 
     def kept(self, rollout: Rollout) -> Tensor:
         """[N, T] bool, the response tokens that algorithm.correction does not mask."""

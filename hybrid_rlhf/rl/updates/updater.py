@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.configs.rl import TeacherConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import UpdateStats
@@ -220,6 +221,7 @@ class Updater:
         average: WeightAverage | None = None,
         ptx_batches: PtxBatches | None = None,
         ptx_coef: float = 0.0,
+        teacher: TeacherConfig | None = None,
     ) -> None:
         """Take the roles, the algorithm and the pretraining text.
 
@@ -230,6 +232,7 @@ class Updater:
             average: the actor's moving average, updated after each update.
             ptx_batches: this rank's micro-batches of pretraining text, one list per update.
             ptx_coef: weight of the pretraining loss.
+            teacher: settings of on-policy distillation.
         """
         self._roles = roles
         self._world = roles.world
@@ -242,6 +245,8 @@ class Updater:
             temperature=rollout.sampling.temperature,
             max_tokens=rollout.sampling.max_new_tokens,
             images_of=roles.images_of,
+            teacher=teacher,
+            teaches=roles.teachers["teacher"] if teacher is not None and teacher.reads_whole else None,
         )
         self.average = average
         self.ptx = ptx_batches
@@ -503,6 +508,7 @@ _POLICY_METRICS = {
     "policy/entropy": "entropy",
     "val/ratio": "ratio",
     "policy/kl": "kl",
+    "teacher/divergence": "teacher",
     "rollout/correction_mean": "correction",
     "rollout/correction_cut": "correction_cut",
     **{f"actor/{name}": name for name in ROUTER_METRICS},

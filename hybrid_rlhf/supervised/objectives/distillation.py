@@ -31,7 +31,8 @@ from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.generation.sampling import SamplingParams, derive_seed
 from hybrid_rlhf.loop.setup import pad_token
-from hybrid_rlhf.models.distillation import Teacher, TeacherTargets
+from hybrid_rlhf.models.distillation import Teacher
+from hybrid_rlhf.models.policy import TeacherTargets
 from hybrid_rlhf.supervised.trainer import Objective
 
 _Sequence = tuple[Mapping[str, Any] | None, tuple[list[int], SamplingParams] | None]

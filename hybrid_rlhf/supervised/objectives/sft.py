@@ -22,6 +22,8 @@ class SFTObjective(Objective[TokenBatch]):
 
     name = "sft"
     collator = staticmethod(collate_tokens)
+    by_probability = False
+    """True for the loss of DFT."""
 
     def masks(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """See Objective."""
@@ -35,10 +37,11 @@ class SFTObjective(Objective[TokenBatch]):
         """Return the negative log-likelihood, summed over the tokens with loss."""
         logprobs, _ = engine(batch.input_ids, batch.attention_mask, batch.loss_mask, images=batch.images)
         batch = batch.for_loss(self._device)
-        return engine.with_router_losses(sft_loss(logprobs, mask=batch.loss_mask), batch.loss_mask.sum(dim=1))
+        loss = sft_loss(logprobs, mask=batch.loss_mask, by_probability=self.by_probability)
+        return engine.with_router_losses(loss, batch.loss_mask.sum(dim=1))
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
         """Mean loss, and perplexity without router losses."""
         loss = means["loss"]
-        nll = loss - means.get(ROUTER_TOTAL, 0.0)
+        nll = means.get("nll", loss - means.get(ROUTER_TOTAL, 0.0))
         return {f"{prefix}/loss": loss, f"{prefix}/perplexity": math.exp(min(nll, 700.0))}
