@@ -145,6 +145,7 @@ def build_actor(
     max_logprob_diff: float | None = None,
     weight_check_every: int = 1,
     samples: bool = True,
+    has_images: bool = True,
     residency: RoleResidency | None = None,
 ) -> HybridEngine:
     """Build the engine of an actor. It also generates, as set in the rollout section, unless a sampler on other ranks
@@ -159,6 +160,7 @@ def build_actor(
         max_logprob_diff=max_logprob_diff,
         weight_check_every=weight_check_every,
         samples=samples,
+        has_images=has_images,
         residency=residency,
     )
     return _build(hybrid, spec, world)

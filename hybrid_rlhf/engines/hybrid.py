@@ -68,6 +68,7 @@ class HybridEngine(ModelEngine):
         max_logprob_diff: float | None = None,
         weight_check_every: int = 1,
         samples: bool = True,
+        has_images: bool = True,
         residency: RoleResidency | None = None,
     ) -> None:
         """Wrap a DeepSpeed engine. Every rank must make this call.
@@ -82,6 +83,7 @@ class HybridEngine(ModelEngine):
             weight_check_every: faults.weight_check_every of the config.
             samples: the engine generates; false: only a sampler on other ranks does (engines/separate/), and this
                 engine has no inference weights.
+            has_images: prompts may have images; false: a rank keeps no tower of a model whose weights are partitioned.
             residency: location of its memory in each phase; none: as set in the rollout section.
 
         Raises:
@@ -131,7 +133,7 @@ class HybridEngine(ModelEngine):
         self._samples = samples
         self._tower: TowerCopy | None = None
         """The tower that reads the images of prompts, where training has a part of its weights on this rank."""
-        if samples and has_partitions(self.lm) and (tower := TowerDescription.of(self.lm)) is not None:
+        if samples and has_images and has_partitions(self.lm) and (tower := TowerDescription.of(self.lm)) is not None:
             self._tower = TowerCopy(tower, self.device)
         self._follow_routes(architecture)
 

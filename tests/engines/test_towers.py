@@ -85,7 +85,10 @@ def test_the_folder_is_saved_as_it_was_loaded(
     unread = unread_in(engine)
     parameters = dict(engine.lm.named_parameters())
     assert unread and all(parameters[name].requires_grad == (name not in unread) for name in parameters)
-    build_actor(decaying(tmp_path / "saved", stage=stage), world)
+    of_text = build_actor(decaying(tmp_path / "saved", stage=stage), world, has_images=False)
+    assert (engine._tower is not None) == (stage == 3) and of_text._tower is None, "a copy is for images"
+    with of_text.inference(stop_token_ids=()) as generation:
+        generation.generate(PROMPTS[:1], SamplingParams(max_new_tokens=2))
 
 
 @pytest.mark.parametrize(("model_type", "ranks"), [("qwen3_5", 2), slow("gemma3", 2)])

@@ -76,7 +76,7 @@ def build_roles(
             if images is not None:
                 require_vision(f"the {role}", path, config.model)
     build = _Builder(config, run, placement, updates)
-    actor = build.actor(actor_path)
+    actor = build.actor(actor_path, has_images=images is not None)
     critic = None if critic_path is None else build.critic(critic_path, actor)
     reward = build.reward(tokenizer, has_images=images is not None)
     reference = None if reference_path is None else build.frozen("reference", reference_path, role="reference")
@@ -133,7 +133,7 @@ class _Builder:
         self.close: Callable[[], None] = lambda: None
         """Ends the processes that engines have started."""
 
-    def actor(self, path: str) -> Actor:
+    def actor(self, path: str, *, has_images: bool) -> Actor:
         config = self._config
         part = self._part("actor")
         actor = None
@@ -147,6 +147,7 @@ class _Builder:
                     max_logprob_diff=config.faults.max_logprob_diff,
                     weight_check_every=config.faults.weight_check_every,
                     samples=samples,
+                    has_images=has_images,
                     residency=self._residency["actor"],
                 )
                 if config.ptx is not None:
