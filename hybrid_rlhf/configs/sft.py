@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
+from hybrid_rlhf.configs.sections.generated_evaluation import GeneratingTrainConfig
 from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, Share, require, section, setting
 from hybrid_rlhf.configs.sections.run import SupervisedConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_sampled
@@ -72,5 +73,6 @@ class SFTConfig(SupervisedConfig):
     output_dir: str = setting("output/step1_sft", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
     data: SFTDataConfig = section()
+    train: GeneratingTrainConfig = section()
     condition: ConditionConfig | None = None
     distill: DistillConfig | None = None
