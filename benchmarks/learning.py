@@ -3,6 +3,7 @@
     python -m benchmarks.learning                              # the copy task, 5 seeds: minutes on a laptop
     python -m benchmarks.learning --ablations --seeds 0 1 2    # the copy task with one detail changed at a time
     python -m benchmarks.learning --algorithms --seeds 0 1 2   # the copy task by each on-policy algorithm
+    python -m benchmarks.learning --dtypes --steps 60          # GRPO in float32, bfloat16 and, on a GPU, float16
     python -m benchmarks.learning --adapters --steps 60        # GRPO of all weights, and of adapters, also over 4 bits
     python -m benchmarks.learning --teacher --seeds 0 1 2 --steps 60    # a reward, a teacher that has learned, and both
     python -m benchmarks.learning --curriculum --seeds 0 1 2    # prompts of mixed difficulty, with and without filters
@@ -36,6 +37,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from benchmarks import results
@@ -81,6 +83,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     },
 }
 """Products of the generation engine, or weights of up to four steps before, with the weights that correct the loss."""
+DTYPES = ("float32", "bfloat16", *["float16"] * torch.cuda.is_available())
+"""Of GRPO, with the difference of sampler and training (arXiv 2510.26788); float16 trains on a GPU only."""
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all weights": {},
     "lora": {"actor": {"lora": {"rank": 16}, "optimizer": {"lr": 3e-3}}},
@@ -281,6 +285,7 @@ def main() -> None:
         help="the task by each of these; alone: by all but remax",
     )
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[], help="how rollouts are sampled")
+    parser.add_argument("--dtypes", action="store_true", help="GRPO in float32, bfloat16 and float16")
     parser.add_argument("--adapters", action="store_true", help="the copy task by all weights, LoRA and QLoRA")
     parser.add_argument("--teacher", action="store_true", help="the copy task by a reward, a teacher, and both")
     parser.add_argument("--curriculum", action="store_true", help="the copy task in mixed difficulty, by each filter")
@@ -307,6 +312,7 @@ def main() -> None:
                 ]
     named = {
         "_adapters": options.adapters,
+        "_dtypes": options.dtypes,
         "_taught": options.teacher,
         "_mixed": options.curriculum,
         "_ablations": options.ablations,
@@ -349,6 +355,11 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
         task = {"copy": copy_task, "sharp": sharp_task, "reasoning": reasoning_task}[options.task](folder, steps=steps)
     if options.samplers:
         return {name: (task, SAMPLERS[name]) for name in options.samplers}
+    if options.dtypes:
+        also = (*task.also, "rollout/logprob_abs_diff_mean", "rollout/logprob_abs_diff_max", "policy/clipfrac")
+        copies = options.task == "copy"
+        grpo = merged({"algorithm": {"name": "grpo"}}, ALGORITHMS["grpo"]) if copies else by_algorithm(task, "grpo")
+        return {name: (replace(task, also=also), merged(grpo, {"model": {"dtype": name}})) for name in DTYPES}
     if options.task == "copy" and names is None:
         return {name: (task, change) for name, change in ABLATIONS.items() if options.ablations or not change}
     if options.task == "copy":

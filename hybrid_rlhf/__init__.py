@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from hybrid_rlhf.rl.types import Batch as Batch
     from hybrid_rlhf.rl.types import Rollout as Rollout
     from hybrid_rlhf.rl_step import RL as RL
-    from hybrid_rlhf.supervised.build import SFT as SFT
-    from hybrid_rlhf.supervised.build import PreferenceTuning as PreferenceTuning
     from hybrid_rlhf.supervised.build import RewardModel as RewardModel
+    from hybrid_rlhf.supervised_step import SFT as SFT
+    from hybrid_rlhf.supervised_step import PreferenceTuning as PreferenceTuning
 
 __version__ = "0.1.0"
 _MODULES = {
@@ -41,7 +41,7 @@ _MODULES = {
     "Environment": "rl.environments",
     "GenerationEngine": "generation",
     "PreferenceStepConfig": "configs.preference",
-    "PreferenceTuning": "supervised.build",
+    "PreferenceTuning": "supervised_step",
     "RL": "rl_step",
     "RLConfig": "configs.rl",
     "RLParts": "rl.parts",
@@ -49,7 +49,7 @@ _MODULES = {
     "RewardConfig": "configs.reward",
     "RewardModel": "supervised.build",
     "Rollout": "rl.types",
-    "SFT": "supervised.build",
+    "SFT": "supervised_step",
     "SFTConfig": "configs.sft",
     "SamplingParams": "configs.sections.sampling",
     "TrainResult": "loop.step",

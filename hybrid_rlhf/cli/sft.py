@@ -10,7 +10,7 @@ from hybrid_rlhf.runtime.command_line import command
 def main(config: SFTConfig) -> None:
     """Run the step, and print its run."""
     from hybrid_rlhf.cli.train import print_run
-    from hybrid_rlhf.supervised.build import run_sft
+    from hybrid_rlhf.supervised_step import run_sft
 
     run_sft(config)
     print_run(config.output_dir)

@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Interval
 
-from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, require, setting
+from hybrid_rlhf.configs.sections.generated_evaluation import GeneratingTrainConfig
+from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, require, section, setting
 from hybrid_rlhf.configs.sections.run import SupervisedConfig
 
 
@@ -112,6 +113,7 @@ class PreferenceStepConfig(SupervisedConfig):
 
     output_dir: str = setting("output/preference", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
+    train: GeneratingTrainConfig = section()
     algorithm: PreferenceLossConfig = setting(DPOConfig, variants=PREFERENCE_LOSSES)
     reference: PreferenceReferenceConfig | None = setting(None, needs="needs_reference")
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
+from hybrid_rlhf.configs.sections.generated_evaluation import GeneratingTrainConfig
 from hybrid_rlhf.configs.sections.rules import (
     NonNegative,
     Positive,
@@ -81,6 +82,7 @@ class SFTConfig(SupervisedConfig):
     output_dir: str = setting("output/step1_sft", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
     data: SFTDataConfig = section()
+    train: GeneratingTrainConfig = section()
     loss: Literal["nll", "dft"] = advanced("nll")
     """nll: negative log-likelihood; dft: that of each token times its probability, as a constant (DFT, arXiv
     2508.05629)."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -183,7 +185,8 @@ def load_prompt_data(
     max_prompt_tokens: int,
     images: ImageRules = NO_IMAGES,
 ) -> TokenizedData:
-    """Columns `input_ids`, `prompt` (messages as JSON), `columns` (the row's other columns as JSON), `length`."""
+    """Columns `input_ids`, `prompt` (messages as JSON), `columns` (the row's other columns as JSON), `length`; of
+    held-out rows also `source`, the name of their source."""
     encoding = RowEncoding(
         "prompt", encode_prompt_row, "rl", max_prompt_tokens, "rollout.max_prompt_tokens", images=images
     )
@@ -229,6 +232,7 @@ def _load(
         [part.select(_encoded_rows(*rows)) for part, *rows in zip(parts, of_source, numbers, strict=True)]
         for of_source in split
     )
+    evaluates = config.eval_sources or config.sources
     if config.eval_sources:
         held_out = [_tokenize(encoding, source, config, tokenizer, world) for source in config.eval_sources]
         parts = parts + held_out
@@ -237,8 +241,18 @@ def _load(
     evaluated = datasets.concatenate_datasets(
         [part.select(range(rows)) for part, rows in zip(held_out, shares, strict=True)]
     )
+    if encoding.step == "rl":
+        names = [label for label, rows in zip(source_labels(evaluates), shares, strict=True) for _ in range(rows)]
+        evaluated = evaluated.add_column("source", names)
     blend = _blend(train, config.sources, seed)
     return _report(encoding, blend, evaluated, parts, [*config.sources, *config.eval_sources], config, world)
+
+
+def source_labels(sources: Sequence[str | DataSource]) -> list[str]:
+    """Names of sources in metrics: the file's or data set's, with the place in the list where several share it."""
+    paths = [source.path if isinstance(source, DataSource) else source for source in sources]
+    names = [re.sub(r"[^\w.-]", "_", Path(path).stem) for path in paths]
+    return [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names, 1)]
 
 
 def _split_rows(

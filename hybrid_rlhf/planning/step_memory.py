@@ -114,18 +114,22 @@ class Planner:
         name = {SFTConfig: "SFT", RewardConfig: "reward"}.get(type(config), "preference") + " training"
         base = trained.held
         distillation = MemoryUse()
+        rollouts: list[RolloutConfig] = []
         if isinstance(config, SFTConfig) and config.distill is not None:
             base += engine(config.distill.teacher, learns=False).held
             distillation = divergence_memory(trained.model, trains_head=config.lora is None)
             if config.distill.on_policy_fraction:
-                rollout = student_rollout(config, config.distill.sampling)
-                memory = GenerationMemory(trained.model, rollout, DTYPES.get(rollout.dtype, dtype), machine.device)
-                zero = config.zero
-                gathers = zero.stage == 3 and (machine.ranks > 1 or zero.offload_parameters)
-                inference = memory.weights(stage=zero.stage, gathers=gathers)
-                yield memory.sampling(base, inference, machine, ranks=machine.ranks, records_routes=False).phase
+                rollouts.append(student_rollout(config, config.distill.sampling))
         if isinstance(config, PreferenceStepConfig) and config.reference is not None and config.holds_reference:
             base += engine(config.reference.path or config.model.path, learns=False).held
+        if not isinstance(config, RewardConfig) and (evaluation := config.train.evaluate_by_generation) is not None:
+            rollouts.append(replace(evaluation.rollout, prompts_per_step=config.data.max_eval_rows))
+        for rollout in rollouts:
+            memory = GenerationMemory(trained.model, rollout, DTYPES.get(rollout.dtype, dtype), machine.device)
+            zero = config.zero
+            gathers = zero.stage == 3 and (machine.ranks > 1 or zero.offload_parameters)
+            inference = memory.weights(stage=zero.stage, gathers=gathers)
+            yield memory.sampling(base, inference, machine, ranks=machine.ranks, records_routes=False).phase
         need = base + distillation + trained.training(batch)
         yield PhaseMemory(name, need, machine, tower=trained.of_tower(batch))
 

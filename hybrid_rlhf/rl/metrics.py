@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.functional.advantages import differs_in_group, group_size
+from hybrid_rlhf.functional.advantages import differs_in_group, group_mean, group_size
 from hybrid_rlhf.functional.masking import masked_sum, masked_var, spread
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.rl.roles import Roles
@@ -163,11 +164,17 @@ def staleness_metrics(ages: Tensor, responses: Tensor) -> dict[str, float]:
     }
 
 
-def evaluation_metrics(rollout: Rollout, world: World, *, prefix: str) -> dict[str, float]:
-    """Metrics of completions of held-out prompts; KL and length per completion, KL to a teacher per token. Every rank
-    calls."""
+def evaluation_metrics(
+    rollout: Rollout, world: World, *, prefix: str, prompts: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """Metrics of completions of held-out prompts, by `source` too; KL and length per completion, KL to a teacher per
+    token. Every rank calls."""
     index = rollout.numbered(world)
     has_score = index.gather(rollout.has_score)
+    assert rollout.scores is not None
+    first = torch.zeros_like(rollout.has_score).index_fill(0, rollout.episodes()[0], True)
+    counted = index.gather(first) & has_score
+    by_source = _by_source(index.gather(rollout.scores)[counted], index.prompts[counted], prompts)
     scores = index.gather(rollout.penalized_scores)[has_score | ~has_score.any()]
     kl, teacher_kl = (None if of is None else index.gather(of) for of in (rollout.kl, rollout.teacher_kl))
     metrics = {
@@ -178,8 +185,33 @@ def evaluation_metrics(rollout: Rollout, world: World, *, prefix: str) -> dict[s
         "mean_length": index.responses.float().mean(),
         "clipped_ratio": (~index.gather(rollout.stopped)).float().mean(),
         **rollout.metrics,
+        **(by_source if rollout.is_rewarded else {}),
     }
     return {f"{prefix}/{name}": value for name, value in _known(metrics).items()}
+
+
+def _by_source(scores: Tensor, groups: Tensor, prompts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """avg@k, the mean over prompts of the mean score of k completions, and where all scores are from 0 to 1 pass@k,
+    the share of prompts with a completion that scores 1; of each source, with its largest group as k.
+
+    Args:
+        scores: [N], of completions, without penalties.
+        groups: [N] int64, index of the prompt of each.
+        prompts: rows with `source`.
+    """
+    sources = [prompts[place]["source"] for place in groups.tolist()]
+    sizes = group_size(groups)
+    means, passes = (group_mean(values, groups=groups) for values in (scores, (scores >= 1).float()))
+    metrics = {}
+    names = dict.fromkeys(sources)
+    for name in names:
+        mine = torch.tensor([source == name for source in sources])
+        k, weights = int(sizes[mine].max()), 1 / sizes[mine]  # one for each prompt
+        prefix = f"{name}/" if len(names) > 1 else ""
+        metrics[f"{prefix}avg@{k}"] = float((weights * means[mine]).sum() / weights.sum())
+        if 0 <= float(scores[mine].min()) and float(scores[mine].max()) <= 1:
+            metrics[f"{prefix}pass@{k}"] = float((weights * (passes[mine] > 0)).sum() / weights.sum())
+    return metrics
 
 
 def speed_metrics(

@@ -16,6 +16,7 @@ from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
 from hybrid_rlhf.loop.trainer import Trainer
+from hybrid_rlhf.rl.evaluation import EVALUATION_STEP
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics, speed_metrics
 from hybrid_rlhf.rl.parts import RLSession
 from hybrid_rlhf.rl.rollouts.advantages import KLController, NothingToLearn
@@ -43,8 +44,6 @@ _SHOWN_METRICS = (
 )
 _DIFFERENCE = "logprob_abs_diff"
 _ALL_TRUNCATED = "none of its completions ended by itself, see algorithm.mask_truncated"
-_EVAL_STEP = 2**32
-"""Key of the evaluation's random streams, distinct from training steps; the same at every evaluation."""
 
 
 class RLTrainer(Trainer):
@@ -260,15 +259,15 @@ class RLTrainer(Trainer):
         prompts = list(self._session.held_out)
         if not prompts:
             return {}
-        metrics = evaluation_metrics(self._evaluated(prompts), self._world, prefix="eval")
+        metrics = evaluation_metrics(self._evaluated(prompts), self._world, prefix="eval", prompts=prompts)
         if self._rl.actor.ema_decay:
             with self._updater.averaged(), self._roles.sampler.other_weights():
-                metrics |= evaluation_metrics(self._evaluated(prompts), self._world, prefix="eval_ema")
+                metrics |= evaluation_metrics(self._evaluated(prompts), self._world, prefix="eval_ema", prompts=prompts)
         return metrics
 
     def _evaluated(self, prompts: Sequence[Mapping[str, Any]]) -> Rollout:
         """Completions of prompts outside the training steps, scored, with log-probs."""
-        rollout = self._parts.sampler.sample(prompts, step=_EVAL_STEP, shown_as="evaluation")
+        rollout = self._parts.sampler.sample(prompts, step=EVALUATION_STEP, shown_as="evaluation")
         rollout = self._scorer.score(prompts, rollout, evaluates=True)
         return self._scorer.compute_logprobs(rollout, self._parts.planner.plan(rollout))
 

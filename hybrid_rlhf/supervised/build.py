@@ -5,8 +5,10 @@ Data is read before models are loaded, so that an error in a file is reported wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.preference import KTOConfig, PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -20,6 +22,7 @@ from hybrid_rlhf.data.tokenized import load_labelled_data, load_preference_data,
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.learning_rates import Learning
 from hybrid_rlhf.loop.batch_plan import BatchPlan, plan_batch
 from hybrid_rlhf.loop.saving import finish
@@ -52,15 +55,12 @@ from hybrid_rlhf.supervised.preference.reference import ReferenceModel
 from hybrid_rlhf.supervised.trainer import Objective, SupervisedTrainer, steps_of_epochs, train_loader
 
 SupervisedConfig = SFTConfig | RewardConfig | PreferenceStepConfig
-
-
-class SFT(Step[SFTConfig]):
-    """Supervised fine-tuning, or distillation with a `distill` section; see `Step` for the arguments."""
-
-    config_type = SFTConfig
-
-    def _run(self) -> None:
-        run_sft(self.config, self.callbacks)
+Evaluation = Callable[[], dict[str, float]]
+"""An evaluation by generation, which every rank calls."""
+Prepare = Callable[
+    [SFTConfig | PreferenceStepConfig, Run, PreTrainedTokenizerBase], Callable[[HybridEngine], Evaluation]
+]
+"""Reads what train.evaluate_by_generation needs, and then takes the trained model."""
 
 
 class RewardModel(Step[RewardConfig]):
@@ -72,17 +72,8 @@ class RewardModel(Step[RewardConfig]):
         run_reward(self.config, self.callbacks)
 
 
-class PreferenceTuning(Step[PreferenceStepConfig]):
-    """Preference learning without a reward model: DPO, or `algorithm="kto"` and others; see `Step`."""
-
-    config_type = PreferenceStepConfig
-
-    def _run(self) -> None:
-        run_preference(self.config, self.callbacks)
-
-
-def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
-    """SFT, or distillation where the config names a teacher."""
+def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = (), prepare: Prepare | None = None) -> None:
+    """SFT, or distillation where the config names a teacher; `prepare` is for train.evaluate_by_generation."""
     with open_step(config, callbacks) as run:
         path, tokenizer = start_step(config, run, config.model.path)
         distill = config.distill
@@ -99,6 +90,7 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
             images=image_rules(config, path, tokenizer),
         )
         record_data(data.counts, run)
+        evaluation = _prepared(config, run, tokenizer, prepare)
         if data.score_buckets is not None:
             save_condition(data.score_buckets, run)
         train: RowSequence = data.train
@@ -123,7 +115,14 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
             )
         engine = _build_learner(config, run, role, path, "sft", steps=steps)
         SupervisedTrainer(
-            objective, engine, train=train, held_out=data.held_out, plan=plan, config=config.train, run=run
+            objective,
+            engine,
+            train=train,
+            held_out=data.held_out,
+            plan=plan,
+            config=config.train,
+            run=run,
+            by_generation=evaluation(engine),
         ).train()
         finish(run, {"": engine}, tokenizer)
 
@@ -170,14 +169,17 @@ def run_reward(config: RewardConfig, callbacks: Sequence[Callback] = ()) -> None
         finish(run, {"": engine}, tokenizer)
 
 
-def run_preference(config: PreferenceStepConfig, callbacks: Sequence[Callback] = ()) -> None:
-    """Preference learning without a reward model: DPO and its relatives."""
+def run_preference(
+    config: PreferenceStepConfig, callbacks: Sequence[Callback] = (), prepare: Prepare | None = None
+) -> None:
+    """Preference learning without a reward model: DPO and its relatives; `prepare` as in `run_sft`."""
     with open_step(config, callbacks) as run:
         path, tokenizer = start_step(config, run, config.model.path)
         load = load_labelled_data if config.algorithm.learns_labels else load_preference_data
         images = image_rules(config, path, tokenizer)
         data = load(config.data, tokenizer=tokenizer, seed=config.seed, world=run.world, images=images)
         record_data(data.counts, run)
+        evaluation = _prepared(config, run, tokenizer, prepare)
         parts: list[RowSequence] = [data.train, data.held_out]
         if config.algorithm.learns_labels:
             _warn_of_one_label(data.train, run)
@@ -205,9 +207,27 @@ def run_preference(config: PreferenceStepConfig, callbacks: Sequence[Callback] =
                 train, held_out, used=used, collate=objective.collate, plan=plan
             )
         SupervisedTrainer[Any](
-            objective, engine, train=train, held_out=held_out, plan=plan, config=config.train, run=run
+            objective,
+            engine,
+            train=train,
+            held_out=held_out,
+            plan=plan,
+            config=config.train,
+            run=run,
+            by_generation=evaluation(engine),
         ).train()
         finish(run, {"": engine}, tokenizer)
+
+
+def _prepared(
+    config: SFTConfig | PreferenceStepConfig, run: Run, tokenizer: PreTrainedTokenizerBase, prepare: Prepare | None
+) -> Callable[[ModelEngine], Evaluation]:
+    """The evaluation by generation of a trained model, which measures nothing if the config has none."""
+    if config.train.evaluate_by_generation is None:
+        return lambda engine: dict
+    assert prepare is not None
+    of_model = prepare(config, run, tokenizer)
+    return lambda engine: of_model(cast(HybridEngine, engine))
 
 
 def _warn_of_one_label(train: RowSequence, run: Run) -> None:
@@ -235,9 +255,10 @@ def _plan(config: SupervisedConfig, run: Run, train: RowSequence) -> tuple[Batch
 def _build_learner(
     config: SupervisedConfig, run: Run, role: Role, path: str, learning: Learning, *, steps: int
 ) -> ModelEngine:
-    """The trained model; a hybrid engine where on-policy distillation samples from it."""
+    """The trained model; a hybrid engine where on-policy distillation or an evaluation samples from it."""
     distill = config.distill if isinstance(config, SFTConfig) else None
     samples = distill is not None and distill.on_policy_fraction > 0
+    samples |= not isinstance(config, RewardConfig) and config.train.evaluate_by_generation is not None
     engine = (build_actor if samples else build_engine)(
         EngineSpec(
             role,

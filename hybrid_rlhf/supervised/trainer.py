@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -102,6 +102,7 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
         plan: BatchPlan,
         config: TrainConfig,
         run: Run,
+        by_generation: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._objective = objective
         self._engine = engine
@@ -118,6 +119,7 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
         passes = None if config.passes is None else math.ceil(config.passes)
         self._batches = self._loader.iterate(passes)  # begins where `resume` has set the loader
         self._held_out = held_out
+        self._by_generation = by_generation
         self._skipped = SkippedUpdates(run, limit=run.config.faults.max_skipped_steps)
         super().__init__(
             objective.name,
@@ -190,9 +192,10 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Metrics on the held-out rows; {} if there are none."""
+        """Metrics on the held-out rows and of the evaluation by generation; {} if there are none."""
+        metrics = self._by_generation()
         if not len(self._held_out):
-            return {}
+            return metrics
         self._run.watchdog.enter_phase("evaluation")
         sums = RunningSums(self._world.device)
         progress = self._run.progress("evaluation", total=len(self._held_out))
@@ -200,7 +203,7 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
             batches = [self._objective.collate(rows) for rows in micro_batches]
             for batch in self._objective.prepare(self._engine, batches):
                 sums.add(self._objective.loss(self._engine, batch))
-        return self._objective.metrics(sums.means(self._world), "eval")
+        return metrics | self._objective.metrics(sums.means(self._world), "eval")
 
 
 def train_loader(rows: RowSequence, plan: BatchPlan, run: Run) -> BatchLoader:

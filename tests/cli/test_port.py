@@ -279,6 +279,29 @@ def test_a_long_command_with_an_odd_value(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
+    ("system", "options", "settings"),
+    [
+        ("trl", "loss_type: luspo", {"loss_normalization": "sequence_sum"}),
+        (
+            "trl",
+            "loss_type: luspo\nimportance_sampling_level: sequence",
+            {"name": "gspo", "loss_normalization": "sequence_sum"},
+        ),
+        (
+            "verl",
+            "actor_rollout_ref.actor.loss_agg_mode: seq-mean-token-sum",
+            {"loss_normalization": "sequence_sum"},
+        ),
+    ],
+)
+def test_losses_that_sum_over_a_sequence(system: str, options: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(options)
+    main([str(tmp_path / "run.yaml"), "--from", system, "--step", "rl", "--output", str(tmp_path / "ported.yaml")])
+    found = yaml.safe_load((tmp_path / "ported.yaml").read_text())["algorithm"]
+    assert found.items() >= settings.items()
+
+
+@pytest.mark.parametrize(
     ("system", "step", "text", "settings", "remark"),
     [
         ("axolotl", "sft", "base_model: m\ndatasets: foo", {}, 'datasets "foo"'),

@@ -15,8 +15,10 @@ from hybrid_rlhf.cli.machine.plan import planner_of
 from hybrid_rlhf.cli.train import step_config
 from hybrid_rlhf.configs.pipeline import PlanConfig
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.generated_evaluation import GeneratedEvaluationConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import MicroBatches, ZeroConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
@@ -355,6 +357,20 @@ def test_answers_for_distillation_hold_what_was_planned(model: str, world: World
         (answered,) = objective.resample(student, [batch], step=1)
     assert answered.on_policy
     near(generation, counter.peak)
+
+
+def test_an_evaluation_by_generation_is_planned_as_sampling_of_its_prompts(model: str) -> None:
+    """As that of on-policy distillation for as many rows of the same length, without the teacher."""
+    sampling = SamplingParams(max_new_tokens=8)
+    reward = [RewardComponentConfig(verifier="math")]
+    asked = GeneratedEvaluationConfig(sources=["a"], components=reward, max_prompt_tokens=48, sampling=sampling)
+    config = sft(model, "--data.max_eval_rows 8", 56)
+    config = replace(config, train=replace(config.train, evaluate_by_generation=asked))
+    evaluated, training = Planner(CPU).phases(config)
+    assert (evaluated.name, training.name) == ("generation", "SFT training")
+    distill = f"--distill.teacher {model} --distill.on_policy_fraction 1 --distill.sampling.max_new_tokens 8"
+    answers, _ = Planner(CPU).phases(sft(model, distill, 56))
+    assert evaluated.need.cache == answers.need.cache > 0 and evaluated.total < answers.total
 
 
 @pytest.mark.parametrize("name", [*[*PPO_CASES][:1], slow([*PPO_CASES][1]), *map(faults, [*PPO_CASES][2:])])

@@ -98,7 +98,8 @@ def test_rounding_makes_no_difference_between_equal_scores(score: float) -> None
     rows = rollout_of_rows([[5]] * 12)
     rollout = replace(rows, groups=torch.zeros(12, dtype=torch.long), scores=scores, penalties=torch.zeros(12))
     assert _equal_groups(scores, torch.zeros(12, dtype=torch.long)) == {"rollout/frac_reward_zero_std": 1.0}
-    assert evaluation_metrics(rollout, solo_world(torch.device("cpu")), prefix="eval")["eval/scores_std"] == 0.0
+    told = evaluation_metrics(rollout, solo_world(torch.device("cpu")), prefix="eval", prompts=[{"source": "a"}])
+    assert told["eval/scores_std"] == 0.0
     scaling = ScoreScaling("running")
     for _ in range(3):
         assert (scaled(scaling, scores) == 0).all() and scaling.metrics()["objective/scaling_std"] == 0.0

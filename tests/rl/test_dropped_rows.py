@@ -50,7 +50,9 @@ def test_dropped_rows_are_in_no_tensor_and_no_figure(world: World, build: Any) -
     assert metrics["objective/scores"] == pytest.approx(float(rollout.penalized_scores.mean()))
     assert metrics["completions/mean_length"] == float(whole.response_mask[kept].sum(dim=1).float().mean())
     assert parts.scaling.metrics()["objective/scaling_mean"] == pytest.approx(sum(kept) / len(kept))
-    assert evaluation_metrics(rollout, world, prefix="eval")["eval/scores"] == metrics["objective/scores"]
+    told = evaluation_metrics(rollout, world, prefix="eval", prompts=[{"source": "a"}] * ROWS)
+    assert told["eval/scores"] == metrics["objective/scores"]
+    assert told["eval/avg@1"] == pytest.approx(sum(kept) / len(kept)), "of groups of two, one is left at most"
     report = parts.updater.update(batch, [plan])
     assert report.metrics["val/ratio"] == 1 and all(value == value for value in report.metrics.values())
 

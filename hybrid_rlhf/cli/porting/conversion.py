@@ -336,10 +336,12 @@ def _verl_kl(port: Port, given: Given) -> None:
 @_conversion
 def _trl_loss(port: Port, given: Given) -> None:
     loss = str(given["loss_type"])
-    normal = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "fixed"}
+    normal = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "fixed", "luspo": "sequence_sum"}
     base = port.settings.get("algorithm.name", "grpo")
     if given.get("importance_sampling_level") == "sequence":
         port.set("algorithm.name", "gspo")
+        if loss == "luspo":
+            port.set("algorithm.loss_normalization", normal[loss])
     elif given.get("multi_objective_aggregation") == "normalize_then_sum":
         port.set("algorithm.name", "gdpo")
     elif loss in ("cispo", "sapo", "vespo"):

@@ -272,7 +272,7 @@ def build_reward(
     with shared_user_errors(world):
         for component in components:
             if component.model is None:
-                background[component.label] = _background_part(component, world)
+                background[component.label] = background_part(component, world)
                 require(
                     not (has_images and component.protocol == "openrlhf" and component.urls),
                     f"reward component {component.label} must have the protocol scores to read images, got openrlhf: "
@@ -303,7 +303,7 @@ def build_reward(
     return Reward([build(component) for component in components], world)
 
 
-def _background_part(component: RewardComponentConfig, world: World) -> RewardComponent:
+def background_part(component: RewardComponentConfig, world: World) -> RewardComponent:
     """A component without a model."""
     if component.verifier is not None:
         return VerifierReward(component, device=world.device, ranks=world.local_size)
