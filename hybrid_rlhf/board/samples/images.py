@@ -1,7 +1,7 @@
 """Thumbnails of the images that samples.jsonl names.
 
-Whoever may write to a run's folder has written the file, so it may name any file of the machine: an image is shown if
-its pixels have the recorded digest, which says that its writer knew them.
+Whoever may write to a run's folder has written the lines, which may name any file of the machine: an image is shown if
+it has the recorded digest, as who knows the digest has had the file.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from hybrid_rlhf.data.chat.template import (
 from hybrid_rlhf.data.images.expansion import IMAGE_MARK, RowImages
 from hybrid_rlhf.runtime.observability.logs import shortened
 
-RULES_VERSION = 12
+RULES_VERSION = 13
 """Part of the cache key of tokenised rows; increase it when tokenisation changes."""
 _EMPTY_BLOCK = re.compile(rf"\s*(?:{THINKING_MARK.pattern})?\s*(?:{CLOSES_THINKING.pattern})\s*")
 Pieces = list[tuple[str, bool]]

@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from hybrid_rlhf.configs.errors import UserError
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from PIL import Image, ImageFile
 
+T = TypeVar("T")
 MOST_BYTES = 64 * 2**20
 """Longest file or data URI."""
 _MOST_PIXELS = 64 * 2**20
@@ -48,6 +50,16 @@ def open_image(content: bytes, name: str) -> Image.Image:
     Raises:
         UserError: for a file that is damaged, cut off, too large, too thin, or of another format.
     """
+    return _read(content, name, _as_rgb)
+
+
+def checked_size(content: bytes, name: str) -> tuple[int, int]:
+    """The size of `open_image`, which raises the same errors; quicker, as no pixels are computed but for the check."""
+    return _read(content, name, _upright_size)
+
+
+def _read(content: bytes, name: str, read: Callable[[ImageFile.ImageFile], T]) -> T:
+    """What a function reads of an image that may be opened."""
     require_pillow()
     from PIL import Image
 
@@ -67,7 +79,7 @@ def open_image(content: bytes, name: str) -> Image.Image:
             f"{width}x{height}: {_FIX}"
         )
     try:
-        return _as_rgb(image)
+        return read(image)
     except Exception as error:  # noqa: BLE001 - as above
         raise UserError(f"{_RULE}, {name} is damaged or cut off: {_FIX}") from error
 
@@ -81,7 +93,7 @@ def require_size(size: int, name: str) -> None:
 def png(image: Image.Image) -> bytes:
     """The bytes of a file with an image, as the tower reads it."""
     stored = io.BytesIO()
-    _as_rgb(image).save(stored, "PNG")
+    _as_rgb(image.copy()).save(stored, "PNG")
     return stored.getvalue()
 
 
@@ -110,22 +122,33 @@ def size_within(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
     return width, height
 
 
-def image_digest(image: Image.Image) -> str:
-    """128 bits of hexadecimal digits that differ for images of different pixels or sizes."""
-    return hashlib.sha256(f"{image.size} ".encode() + image.tobytes()).hexdigest()[:32]
+def image_digest(content: bytes, size: tuple[int, int]) -> str:
+    """128 bits of hexadecimal digits that differ for different bytes of a file, or sizes to which it is scaled."""
+    return hashlib.sha256(b"%d %d " % size + content).hexdigest()[:32]
 
 
 def _too_many_pixels(found: str) -> UserError:
     return UserError(f"an image has at most {_MOST_PIXELS:,} pixels, {found}: scale it down")
 
 
+def _upright_size(image: ImageFile.ImageFile) -> tuple[int, int]:
+    """The size of an image that is upright, all of whose file can be decoded."""
+    from PIL import ExifTags
+
+    width, height = image.size
+    image.draft(None, (1, 1))  # a JPEG is read as a whole, and most of its pixels are not computed
+    image.load()
+    return (height, width) if image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8) else (width, height)
+
+
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """The image upright, without transparency."""
+    """An image of the caller's own upright, without transparency."""
     from PIL import Image, ImageOps
 
-    image = ImageOps.exif_transpose(image)
+    image.load()
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16 bits, which `convert` would clip
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,4 +1,4 @@
-"""References to images: where the bytes are, and a digest of what the tower reads of them.
+"""References to images: where the bytes are, and a digest of them.
 
 Rows travel with references, as pixels would fill the memory of a host. Paths are relative to the folder of the file
 that has the row, and stay in it: rows from elsewhere must not make a run read other files, or fetch what they name.
@@ -23,6 +23,7 @@ from pyarrow import compute
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.images.reading import (
+    checked_size,
     image_digest,
     open_image,
     png,
@@ -69,11 +70,10 @@ class ImageReference:
         except (OSError, ValueError) as error:  # ValueError: a path that no file can have, of a foreign run
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"{_STAYS}, {self.path} cannot be read ({reason}): put it back") from error
-        whole = open_image(content, self.path or "that of a row")
-        image = scaled(whole, (min(self.width, whole.width), min(self.height, whole.height)))
-        if image_digest(image) != self.digest:
+        if image_digest(content, (self.width, self.height)) != self.digest:
             raise UserError(f"{_STAYS}, {self.path} has changed: start the run again")
-        return image
+        whole = open_image(content, self.path or "that of a row")
+        return scaled(whole, (min(self.width, whole.width), min(self.height, whole.height)))
 
 
 def tokenised_images(row: Mapping[str, Any]) -> list[ImageReference]:
@@ -139,9 +139,8 @@ def _file_reference(path: str, version: str, max_pixels: int) -> ImageReference:
 
 
 def _reference(read: bytes, name: str, max_pixels: int, **stored: Any) -> ImageReference:
-    whole = open_image(read, name)
-    image = scaled(whole, size_within(whole.size, max_pixels))
-    return ImageReference(image_digest(image), *image.size, **stored)
+    size = size_within(checked_size(read, name), max_pixels)
+    return ImageReference(image_digest(read, size), *size, **stored)
 
 
 def _file_content(path: str) -> bytes:

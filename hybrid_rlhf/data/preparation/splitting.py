@@ -79,7 +79,7 @@ def prompt_key(location: str, row: Row, images: ImageRules | None = None) -> str
     Args:
         location: beginning of errors.
         row: row as read from its source.
-        images: reads the images, so that the key has their pixels; None: it has what the row says of them, as paths.
+        images: reads the images, so that the key has their digests; None: it has what the row says of them, as paths.
 
     Raises:
         UserError: for a row without a prompt.
