@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -302,7 +303,8 @@ def test_a_judge_that_is_down_is_not_asked_for_each_completion() -> None:
             judge = judge_of(server, settings={"on_failure": on_failure}, max_concurrent=2)
             found = judge.score(texts_of(completions), range(50))
         assert len(found.failures) == 50 and failures <= len(server.asked) <= failures + 1
-        assert found.failures[49].endswith(f"answered HTTP 500, after {len(server.asked)} failures of others")
+        counted = re.search(r"answered HTTP 500, after (\d) failures of others$", found.failures[49])
+        assert counted and failures <= int(counted[1]) <= failures + 1, "the other request in flight may end later"
 
 
 def test_a_failure_fails_the_completions_that_were_compared() -> None:
