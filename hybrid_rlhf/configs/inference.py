@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from hybrid_rlhf.configs.credentials import expanded, is_own_host
+from hybrid_rlhf.configs.sections.judge import JudgeConfig
 from hybrid_rlhf.configs.sections.rewards import VERIFIERS, require_output
 from hybrid_rlhf.configs.sections.rules import (
     Count,
@@ -282,32 +283,18 @@ class TrainServerConfig(ServerConfig):
         return keys
 
 
-class JudgeConfig(Settings):
-    """Judge of two completions: a reward model, or a model behind OpenAI's API."""
+class WinRateJudgeConfig(JudgeConfig):
+    """Judge of two completions: a reward model, or a language model behind OpenAI's API."""
 
     model: str | None = None
     """Reward model: a folder or hub name; the higher score wins."""
-    url: str | None = None
-    """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1; queried in both orders."""
-    served_name: str | None = None
-    """Name of the model behind the URL; null: the first that it lists."""
-    api_key_env: str | None = None
-    """Environment variable that holds the endpoint's key."""
-    instructions: str | None = advanced(None)
-    """Criterion for the judge; null: the better answer to the conversation, whatever its length."""
-    timeout_seconds: Positive = advanced(120.0)
-    """Time limit of a request, in seconds; a failed request is repeated three times."""
 
     def _check(self) -> None:
-        require(
-            self.model is None or self.url is None,
-            f"judge takes one of model and url, got {self.model} and {self.url}: leave one out",
-        )
-        require(
-            self.url is not None or (self.served_name is None and self.api_key_env is None),
-            f"judge.served_name and judge.api_key_env go with judge.url, got {self.served_name or self.api_key_env}: "
-            "give the URL, or leave them out",
-        )
+        if self.model is not None:
+            require(not self.url, f"judge takes one of model and url, got {self.model} and a URL: leave one out")
+            unread = [key.name for key in fields(JudgeConfig) if key.name not in ("mode", "explain")]
+            rule = "a reward model as judge has no other keys"
+            require_defaults(self, unread, rule, others={"mode": "pairwise", "explain": True})
 
 
 class EvaluateConfig(InferenceConfig):
@@ -331,7 +318,7 @@ class EvaluateConfig(InferenceConfig):
     """Rows in one forward pass."""
     against: str | None = None
     """The other model for win_rate."""
-    judge: JudgeConfig = section()
+    judge: WinRateJudgeConfig = section(mode="pairwise", explain=True)
     """Judge of win_rate."""
     reward: str | None = None
     """Reward for pass_rate: a function as module:function or path/to/file.py:function, or a verifier, math or code."""
@@ -361,10 +348,8 @@ class EvaluateConfig(InferenceConfig):
                 f"{key} goes with measure {measure}, got {self.measure}: leave one out",
             )
         require(len(keys) <= 1, f"one measure at a time, got {' and '.join(keys.values())}: leave out all but one")
-        require(
-            self.chosen == "win_rate" or self.judge == JudgeConfig(),
-            f"judge goes with win_rate, got {self.judge.model or self.judge.url}: give --against, or leave it out",
-        )
+        if self.chosen != "win_rate":
+            require_defaults(self, ["judge"], "judge goes with win_rate and --against")
         require(
             self.reward in VERIFIERS or self.sandbox == SandboxConfig(),
             f"sandbox goes with the rewards {' and '.join(VERIFIERS)}, got {self.reward}: leave it out",
@@ -373,7 +358,7 @@ class EvaluateConfig(InferenceConfig):
             require_output(self.sandbox, str(self.reward))
         if self.chosen == "win_rate":
             require(
-                self.judge.model is not None or self.judge.url is not None,
+                self.judge.model is not None or self.judge.url,
                 "win_rate needs a judge, got none: give --judge.model REWARD_MODEL or --judge.url URL",
             )
             require(

@@ -198,7 +198,8 @@ class RewardSumConfig(Settings):
     critic."""
 
     components: list[str | RewardComponentConfig] = []
-    """Reward models (paths), or {model | function | urls | verifier, weight, ...}, whose weighted scores are summed."""
+    """Reward models (paths), or {model | function | urls | verifier | judge, weight, ...}, whose weighted scores are
+    summed."""
 
     def _check(self) -> None:
         require_distinct_names(self.named)
@@ -312,6 +313,12 @@ class RLConfig(StepConfig):
             n >= least,
             f"algorithm {name} compares completions of one prompt, got rollout.sampling.n {n}: give {least} or more",
         )
+        for part in self.reward.named:
+            require(
+                part.judge is None or not part.judge.compares_group or n > 1,
+                f"reward component {part.label} compares completions of one prompt, got rollout.sampling.n {n}: give "
+                "2 or more",
+            )
         require(
             not algorithm.learns_pairs or n == 2,
             f"algorithm {name} learns from pairs, got rollout.sampling.n {n}: give 2",

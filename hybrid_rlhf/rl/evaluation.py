@@ -47,7 +47,8 @@ def prepare_evaluation(
         data, tokenizer=tokenizer, seed=config.seed, world=run.world, max_prompt_tokens=section.max_prompt_tokens
     ).held_out
     with shared_user_errors(run.world):
-        reward = Reward([background_part(component, run.world) for component in section.components], run.world)
+        components = [background_part(component, run.world, run.folder) for component in section.components]
+    reward = Reward(components, run.world)
     reward.require_columns(lambda: map(json.loads, prompts["columns"]))
     rows = list(prompts)
 

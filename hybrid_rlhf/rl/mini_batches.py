@@ -105,7 +105,7 @@ class MiniBatchPlan:
         return [bundle for bundle, _ in found], [tokens for _, tokens in found]
 
     def micro_batches(
-        self, world: World, tensor_parallel: int = 1, shares_prefixes: bool = True, as_trained: bool = False
+        self, world: World | None, tensor_parallel: int = 1, shares_prefixes: bool = True, as_trained: bool = False
     ) -> list[list[int | None]]:
         """This rank's micro-batches of all mini-batches for a forward; [] on a rank outside of those that share the
         rows. `shares_prefixes` is False for a model that computes each row alone, though the others do not;
@@ -113,7 +113,11 @@ class MiniBatchPlan:
 
         Tensor-parallel groups of consecutive ranks share the rows: the ranks of a group have the same. They, and the
         copy of a critic, have inference weights, with which each computes its rows alone.
+
+        Without ranks, the rows that this rank holds: all completions of its prompts.
         """
+        if world is None:
+            return [[*self.index.mine]]
         if not world.is_member:
             return []
         shared = replace(world, rank=world.rank // tensor_parallel, size=world.size // tensor_parallel)

@@ -24,9 +24,9 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.pretrained.cards import read_card_metadata
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from tests.support.commands import CommandLine
+from tests.support.judges import Asked, first_is_best, judge_server, ranks_by, verdict_of
 from tests.support.messages import user
 from tests.support.ranks import run_main
-from tests.support.servers import json_server
 from tests.support.steps import MODULES, step_line
 from tests.support.tiny import save_tiny, tiny_model, tiny_scorer, tiny_tokenizer
 
@@ -81,7 +81,7 @@ def measured(tmp_path: Path, cli: CommandLine) -> Measured:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_rlhf.cli.saved_models.evaluation.judges.retry_delay_seconds", lambda tries: 0.0)
+    monkeypatch.setattr("hybrid_rlhf.runtime.background.FIRST_DELAY_SECONDS", 0.0)
 
 
 @pytest.mark.slow
@@ -131,48 +131,46 @@ def test_a_model_ties_with_itself_and_the_reward_decides_against_another(
     assert [row["completion"] for row in there["rows"]] == [row["other"] for row in back["rows"]]
 
 
-def judge(verdict: Callable[[str, str], str]) -> Callable[[str, str, bytes], tuple[int, Any]]:
-    """An OpenAI-compatible server that decides between two answers; it fails once first."""
-    failed: list[str] = []
-
-    def answer(method: str, path: str, body: bytes) -> tuple[int, Any]:
-        if path == "/v1/models":
-            return 200, {"data": [{"id": "judge"}]}
-        request = json.loads(body)
-        assert path == "/v1/chat/completions" and request["model"] == "judge"
-        if not failed:
-            failed.append(path)
-            return 503, {}
-        text = request["messages"][0]["content"]
-        parts = [text.partition(f"<answer_{x}>\n")[2].partition(f"\n</answer_{x}>")[0] for x in "AB"]
-        return 200, {"choices": [{"message": {"content": f"Because. {verdict(*parts)}"}}]}
-
-    return answer
-
-
 @pytest.mark.parametrize("kind", ["first", "longer", "silent"])
 def test_an_endpoint_is_asked_in_both_orders(
     kind: str, model_folder: Path, other_folder: Path, prompts: Path, measured: Measured, cli: CommandLine
 ) -> None:
-    verdicts = {
-        "first": lambda a, b: "[[A]]",
-        "longer": lambda a, b: "[[A]]" if len(a) > len(b) else "[[B]]" if len(b) > len(a) else "[[C]]",
-        "silent": lambda a, b: "I cannot say.",
-    }
-    with json_server(judge(verdicts[kind])) as url:
-        line = f"{model_folder} --data {prompts} --against {other_folder} --judge.url {url}/v1"
+    """The judge of training, with an explanation by default; what two models say alike is a tie."""
+    judging = {"first": first_is_best, "longer": ranks_by(len), "silent": lambda asked: "I cannot say."}[kind]
+
+    def explained(asked: Asked) -> str:
+        found = judging(asked)
+        return found if isinstance(found, str) else verdict_of(found, explanation="Because.")
+
+    with judge_server(explained) as server:
+        line = f"{model_folder} --data {prompts} --against {other_folder} --judge.url {server.url} --judge.retries 0"
         line += " --sampling.max_new_tokens 6 --sampling.temperature 1"
         if kind == "silent":
-            assert "error: a judge must end with [[A]], [[B]] or [[C]], judge at" in cli.refused(f"evaluate {line}")
+            rule = "error: a judge may fail for 10% of the completions, wise does for 12 of 12: got 'I cannot say.'"
+            assert rule in cli.refused(f"evaluate {line}")
             return
         found = measured(line)
-    changed = found["results"]["verdicts that changed with the order"]
+    assert len(server.asked) == found["results"]["requests"] == 12 and found["results"]["tokens"] == 120
     if kind == "first":
-        assert found["results"]["ties"] == changed == 6
+        assert found["results"]["ties"] == 6 and found["results"]["agreement"] == 0
     else:
         lengths = [(len(row["completion"]), len(row["other"])) for row in found["rows"]]
         assert [row["outcome"] for row in found["rows"]] == [0.5 + 0.5 * float(np.sign(a - b)) for a, b in lengths]
-        assert changed == 0
+        assert found["results"]["agreement"] == 1
+
+
+def test_the_judge_of_a_reward_evaluates_with_its_section(
+    model_folder: Path, other_folder: Path, prompts: Path, measured: Measured, tmp_path: Path
+) -> None:
+    with judge_server(lambda asked: [len(asked.answers[0])]) as server:
+        judge = {"url": [server.url], "mode": "score", "explain": False, "range": [0, 100], "rubric_column": "answer"}
+        RewardComponentConfig(judge=judge)
+        (tmp_path / "judge.yaml").write_text(json.dumps({"judge": judge}))
+        line = f"{model_folder} --config {tmp_path}/judge.yaml --data {prompts} --against {other_folder}"
+        found = measured(f"{line} --sampling.max_new_tokens 6 --sampling.temperature 1")
+    outcomes = [0.5 + 0.5 * float(np.sign(len(row["completion"]) - len(row["other"]))) for row in found["rows"]]
+    assert [row["outcome"] for row in found["rows"]] == outcomes
+    assert {asked.instructions.splitlines()[2] for asked in server.asked} == {"0", "1"}, "the rubrics of the rows"
 
 
 def test_pass_rates_are_those_of_the_rewards(
@@ -236,7 +234,7 @@ def test_estimates() -> None:
             "unknown option --tasks: start `hybrid-rlhf serve`, and run lm_eval or inspect on it",
         ),
         ("--data {data} --against x", "win_rate needs a judge"),
-        ("--data {data} --judge.model a --judge.url b", "judge takes one of model and url"),
+        ("--data {data} --judge.model a --judge.url http://h/v1", "judge takes one of model and url"),
         ("--data {data} --against x --reward a:b", "one measure at a time, got against and reward"),
         ("--data {data} --measure pass_rate", "pass_rate needs --reward"),
         ("--data {data} --reward a:b --sandbox.strict true", "sandbox goes with the rewards math and code, got a:b"),
@@ -248,7 +246,13 @@ def test_estimates() -> None:
         ("--data {data}", "must have messages or prompt"),
         ("--data {data} --output {data}", "--output must be a new file"),
         ("--data {data} --reward {rewards}:digits --max_length 9", "a prompt may have max_length 9"),
-        ("--data {data} --against x --judge.url http://127.0.0.1:9/v1", "the judge must answer"),
+        (
+            "--data {data} --against x --judge.url http://127.0.0.1:9/v1",
+            "judge judge must answer, http://127.0.0.1:9/v1",
+        ),
+        ("--data {data} --judge.url http://h/v1", "judge goes with win_rate and --against, got the section judge"),
+        ("--data {data} --against x --judge.model a --judge.rubric b", "a reward model as judge has no other keys"),
+        ("--data {data} --against x --judge.path a", "unknown option --judge.path: serve it with `hybrid-rlhf serve"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -192,8 +192,8 @@ def test_code_that_does_not_load_is_refused_before_the_first_step(
         ),
         (
             "--rl.reward.components '[{function: rules.py:correct}]'",
-            "step rl: reward function correct needs the column answer, the data has prompt, chosen, rejected: rename "
-            "or add it, or give the argument a default",
+            "step rl: reward component correct needs the column answer, the data has prompt, chosen, rejected: rename "
+            "or add it, or read another",
         ),
         ("--rl.environment.path game.py:Game", "step rl: an environment must have reset(row) and step(completion)"),
     ):

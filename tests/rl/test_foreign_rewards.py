@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -76,7 +75,7 @@ def test_a_remote_reward_model_of_openrlhf() -> None:
     labelled = CompletionTexts(TEXTS.prompts, TEXTS.completions, {"label": ["2", "4"]})
     component = EndpointReward(config, device=torch.device("cpu"))
     try:
-        assert asyncio.run(component._score_all(labelled)).values == [1.0, 0.0]
+        assert component.score(labelled).values == [1.0, 0.0]
     finally:
         server.shutdown()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
@@ -376,7 +375,7 @@ def test_an_endpoint_gets_the_parts_of_openai() -> None:
     )
     config = RewardComponentConfig(urls=(f"http://127.0.0.1:{server.server_port}/score",))
     try:
-        found = asyncio.run(EndpointReward(config, device=torch.device("cpu"))._score_all(texts))
+        found = EndpointReward(config, device=torch.device("cpu")).score(texts)
     finally:
         server.shutdown()
     assert found.values == [1.0, 1.0]

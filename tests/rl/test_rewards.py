@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.judge import JudgeConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
@@ -60,7 +61,7 @@ def test_columns_that_a_function_needs_are_those_without_a_default(tmp_path: Pat
     (tmp_path / "named.py").write_text("def f(prompts, completions, *, answer, kind=None, **columns): ...\n")
     part = FunctionReward(RewardComponentConfig(function=f"{tmp_path}/named.py:f"), device=CPU)
     part.require_columns([{"kind": "a"}, {"answer": 1}])  # rows may have different columns
-    with user_error("reward function f needs the column answer, the data has prompt, kind: "):
+    with user_error("reward component f needs the column answer, the data has prompt, kind: "):
         Reward([part], None).require_columns(lambda: [{"kind": "a"}])  # type: ignore[arg-type]
 
 
@@ -243,14 +244,17 @@ def test_components_come_from_yaml_and_go_back(tmp_path: Path) -> None:
     """An item of a list has sections of its own, whose unknown keys would have been ignored."""
     file = tmp_path / "config.yaml"
     file.write_text(
-        "reward:\n  components:\n  - {model: models/judge, weight: 2}\n  - {function: 'a.b:f', on_failure: zero}\n"
+        "reward:\n  components:\n  - {model: models/mine, weight: 2}\n  - {function: 'a.b:f', on_failure: zero}\n"
         "  - {urls: ['http://u:${P}@host:80/x?k=1'], batch_size: 3}\n"
         "  - {verifier: code, sandbox: {memory_gib: 2, command: [python3, -s]}}\n"
+        "  - {judge: {url: 'http://h/v1', mode: pairwise, against_column: gold, request: {seed: 1}}}\n"
     )
     config = parse_config(RLConfig, ["--config", str(file)])
-    assert [component.label for component in config.reward.named] == ["judge", "f", "host:80", "code"]
+    assert [component.label for component in config.reward.named] == ["mine", "f", "host:80", "code", "judge"]
     assert config.reward.named[0].weight == 2.0
     assert config.reward.named[3].sandbox == SandboxConfig(memory_gib=2.0, command=("python3", "-s"))
+    judge = JudgeConfig(url="http://h/v1", mode="pairwise", against_column="gold", request={"seed": 1})
+    assert config.reward.named[4].judge == judge
     save_config(config, file)
     assert parse_config(RLConfig, ["--config", str(file)]) == config
 

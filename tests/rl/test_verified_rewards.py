@@ -278,7 +278,7 @@ def test_columns_and_libraries_are_checked_before_a_run(tmp_path: Path, monkeypa
     rows.write_text(json.dumps({"prompt": "1+1?", "solution": "2"}) + "\n")
     words = ["--algorithm", "grpo", "--model.path", "m", "--data.sources", str(rows), "--reward.components"]
     config = parse_config(RLConfig, [*words, "[{verifier: code}]"])
-    with user_error("verifier code reads the column tests, the data has prompt, solution: rename"):
+    with user_error("reward component code needs the column tests, the data has prompt, solution: rename"):
         load_user_code(config)
     load_user_code(parse_config(RLConfig, [*words, "[{verifier: code, column: solution, sandbox: {processes: 8}}]"]))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -18,7 +18,7 @@ class GeneratedEvaluationConfig(Settings):
     sources: list[str | DataSource] = []
     """Rows with `prompt`: paths, or {path, split_name, columns}; at most data.max_eval_rows, in equal shares."""
     components: list[RewardComponentConfig] = []
-    """What scores the completions: {function | urls | verifier, weight, ...}, as in reward.components of RL."""
+    """What scores the completions: {function | urls | verifier | judge, weight, ...}, as in reward.components of RL."""
     max_prompt_tokens: Count = 512
     """Longest prompt, in tokens; data.too_long determines what happens to longer prompts."""
     sampling: SamplingParams = setting({"max_new_tokens": 512}, keys=_SAMPLING_KEYS)
@@ -31,7 +31,7 @@ class GeneratedEvaluationConfig(Settings):
         models = [component.model for component in self.components if component.model]
         require(
             not models,
-            f"{key}.components are functions, urls and verifiers, got the model {models[:1]}: serve it, and give its "
+            f"{key}.components are functions, urls, verifiers and judges, got the model {models[:1]}: serve it, and give its "
             "URL in urls",
         )
         require_sampled(self.sampling, _SAMPLING_KEYS, section=f"{key}.sampling")

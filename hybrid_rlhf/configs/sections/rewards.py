@@ -1,5 +1,5 @@
-"""Settings of one component of the RL reward: a model, a Python function, an HTTP endpoint or a verifier, with its
-weight."""
+"""Settings of one component of the RL reward: a model, a Python function, an HTTP endpoint, a verifier or a judge, with
+its weight."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hybrid_rlhf.configs.credentials import check_url, host_of
+from hybrid_rlhf.configs.sections.judge import JudgeConfig
 from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, require, require_defaults, section
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 
@@ -21,11 +22,11 @@ LEAST_OUTPUT_BYTES = 1024
 
 
 class RewardComponentConfig(Settings):
-    """One component of the reward; exactly one of model, function, urls and verifier is given."""
+    """One component of the reward; exactly one of model, function, urls, verifier and judge is given."""
 
     name: str | None = None
-    """Name in the metrics (reward/NAME/mean); null: the model's folder, the function's name, the endpoint's host or the
-    verifier."""
+    """Name in the metrics (reward/NAME/mean); null: the model's folder, the function's name, the endpoint's host, the
+    verifier, or judge."""
     weight: float = 1.0
     """Factor of its scores in the sum over components; 0: only logged."""
     model: str | None = None
@@ -56,6 +57,8 @@ class RewardComponentConfig(Settings):
     """Programs of a verifier that run at once on a rank; null: the processors of the host divided by its ranks."""
     sandbox: SandboxConfig = section()
     """Where and within which limits a verifier runs programs."""
+    judge: JudgeConfig | None = None
+    """Language model behind OpenAI's API that scores or compares completions."""
     timeout_seconds: Positive = 60.0
     """Time limit of a function call or of an attempt of a request, in seconds."""
     retries: Natural | None = None
@@ -70,11 +73,11 @@ class RewardComponentConfig(Settings):
     metrics; zero: its score is 0. Dropped and zeroed completions are counted in the metrics."""
 
     def _check(self) -> None:
-        kinds = [kind for kind in ("model", "function", "urls", "verifier") if getattr(self, kind)]
+        kinds = [kind for kind in ("model", "function", "urls", "verifier", "judge") if getattr(self, kind)]
         require(
             len(kinds) == 1,
-            f"an item has one of model, function, urls and verifier, got {' and '.join(kinds) or 'none'}: make each an "
-            "item of its own",
+            f"an item has one of model, function, urls, verifier and judge, got {' and '.join(kinds) or 'none'}: make "
+            "each an item of its own",
         )
         require(
             not re.search(r"\.py:\w+$", self.model or ""),
@@ -109,6 +112,9 @@ class RewardComponentConfig(Settings):
             rule = f"{self.label} is a verifier, which has no retries and limits programs by sandbox.timeout_seconds"
             require_defaults(self, ["timeout_seconds", "retries"], rule)
             require_output(self.sandbox, self.label)
+        if self.judge is not None:
+            require(self.judge.url, "a judge needs the url of a model, got none: give for example http://HOST:8001/v1")
+            require_defaults(self, ["timeout_seconds", "retries"], f"{self.label} has these keys inside judge")
         require(
             not self.partial or self.verifier == "code",
             f"partial goes with verifier code, got {self.verifier}: leave it out",
@@ -128,6 +134,8 @@ class RewardComponentConfig(Settings):
             return Path(self.model).name
         if self.verifier:
             return self.verifier
+        if self.judge:
+            return "judge"
         if self.function:
             return self.function.rpartition(":")[2]
         return host_of(self.urls[0])

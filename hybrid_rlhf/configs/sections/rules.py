@@ -98,9 +98,9 @@ class Settings:
 
     A class may have a method `_check`, which raises UserError for values that contradict each other; those of base
     classes run first. It may have a mapping `following` from keys whose defaults follow from other values to functions
-    that return these defaults, from the values of the section and its inner ones by key. The class of a command may
-    have a mapping `retired` from keys of earlier versions to what does their work now, which the errors of these keys
-    name.
+    that return these defaults, from the values of the section and its inner ones by key. It may have a mapping
+    `retired` from keys of earlier versions, or that one may expect, to what does their work, which the errors of these
+    keys name.
     """
 
     __pydantic_config__ = MappingProxyType({"extra": "forbid", "allow_inf_nan": False, "validate_default": True})
@@ -166,7 +166,9 @@ def _explained(kind: Any, error: ValidationError) -> UserError:
         rule = str(first["ctx"]["error"])
     elif problem == _UNKNOWN:
         known = type_hints(inner)
-        rule = f"unknown key {place[-1]}: {nearest_hint(str(place[-1]), known, otherwise=', '.join(known))}"
+        key = str(place[-1])
+        retired = getattr(inner, "retired", {}).get(key)
+        rule = f"unknown key {key}: {retired or nearest_hint(key, known, otherwise=', '.join(known))}"
     else:
         rule = _broken_rule(owner, name, first["input"], problem)
     is_item = any(isinstance(part, int) for part in place) and not rule.startswith(f"{place[0]} ")

@@ -4,7 +4,8 @@ Source: Guo et al. 2024 (arXiv 2402.04792), section 3; DPO, Rafailov et al. 2023
 
     loss = -log sigmoid(beta ((log p(w) - log ref(w)) - (log p(l) - log ref(l))))
 
-Pairs of equal scores are left out. Deviation: the judge is any reward of step 3, not an LLM's preference.
+Pairs of equal scores are left out. Deviation: the judge is any reward of step 3; an LLM's
+preference is that of a judge of mode pairwise.
 """
 
 from __future__ import annotations

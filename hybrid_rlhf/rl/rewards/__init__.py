@@ -1,7 +1,7 @@
-"""Rewards: a weighted sum of components, which are models, Python functions, HTTP endpoints or verifiers.
+"""Rewards: a weighted sum of components, which are models, Python functions, HTTP endpoints, verifiers or judges.
 
 Read `components.py` (the interface, and the rollout as text), `reward.py` (the sum, failures, metrics), then
-`functions.py`, `models.py`, `endpoint.py` and `verifiers/`.
+`functions.py`, `models.py`, `endpoint.py` and `judge.py` with their `replicas.py`, and `verifiers/`.
 """
 
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent

@@ -144,6 +144,8 @@ class ComponentScores:
     """Reasons of failures, by index in values; their values are None."""
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     """Scores of a verifier with their reasons, by index in values."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that are summed over ranks, for the metrics of a component that counts."""
 
     @classmethod
     def failed(cls, count: int, reason: str) -> Self:
@@ -206,8 +208,14 @@ class RewardComponent(ABC):
     in_background: ClassVar[bool] = True
     """False: it computes in the main thread when its scores are requested, on every rank."""
 
-    gives_verdicts: ClassVar[bool] = False
-    """True if its scores have reasons, which are counted."""
+    reads_groups: ClassVar[bool] = False
+    """True if it compares the completions of a prompt, which are then on one rank; it has no ranks of its own."""
+    counts: ClassVar[bool] = False
+    """True if its scores have counts."""
+    columns: Sequence[str] = ()
+    """Columns of the data that it reads."""
+    max_failure_fraction = 1.0
+    """Largest fraction of the completions of a step that may fail."""
 
     packs = True
     """True if its micro-batches, if any, have no padding."""
@@ -224,16 +232,38 @@ class RewardComponent(ABC):
         self.weight = config.weight
         self.on_failure: OnFailure = config.on_failure
 
-    def require_columns(self, rows: Iterable[Mapping[str, object]]) -> None:  # noqa: B027 - most need none
-        """Check that the data has the columns that it needs.
+    def require_columns(self, rows: Iterable[Mapping[str, object]]) -> None:
+        """Check that the data has the columns that it needs; rows are read until all are found.
 
         Raises:
             UserError: when no row has one of them.
         """
+        missing = [*self.columns]
+        present: dict[str, object] = {}
+        for row in rows if missing else ():
+            missing = [column for column in missing if column not in row]
+            if not missing:
+                return
+            present |= row
+        if missing:
+            nested = [name for name, value in present.items() if isinstance(value, Mapping) and missing[0] in value]
+            raise UserError(
+                f"reward component {self.name} needs the column {' and '.join(missing)}, the data has "
+                f"{', '.join(['prompt', *present])}: "
+                + (
+                    f"give the source columns: {{{missing[0]}: {nested[0]}.{missing[0]}}}"
+                    if nested
+                    else "rename or add it, or read another"
+                )
+            )
 
     @abstractmethod
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """Start on this rank's rows; the returned function waits for their scores."""
+
+    def metrics(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Metrics by the ends of their names, from its counts over all ranks."""
+        return {}
 
 
 def _is_score(value: object) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,42 +48,19 @@ class FunctionReward(RewardComponent):
         """
         super().__init__(config)
         self._function = load_function(config.function or "")
-        self.reads_images = "images" in inspect.signature(self._function).parameters
-        self._timeout_seconds = config.timeout_seconds
-        self._retries = config.most_retries
-        self._device = device
-        self._hanging: list[BackgroundCall[ComponentScores]] = []
-
-    def require_columns(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Check that each argument without a default is a column of some row; rows are read until all are found.
-
-        Raises:
-            UserError: when no row has one of them.
-        """
-        missing = [
+        parameters = inspect.signature(self._function).parameters
+        self.reads_images = "images" in parameters
+        self.columns = [
             parameter.name
-            for parameter in inspect.signature(self._function).parameters.values()
+            for parameter in parameters.values()
             if parameter.default is parameter.empty
             and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             and parameter.name not in RESERVED
         ]
-        present: dict[str, object] = {}
-        for row in rows:
-            missing = [column for column in missing if column not in row]
-            if not missing:
-                return
-            present |= row
-        if missing:
-            nested = [name for name, value in present.items() if isinstance(value, Mapping) and missing[0] in value]
-            raise UserError(
-                f"reward function {self.name} needs the column {' and '.join(missing)}, the data has "
-                f"{', '.join(['prompt', *present])}: "
-                + (
-                    f"give the source columns: {{{missing[0]}: {nested[0]}.{missing[0]}}}"
-                    if nested
-                    else "rename or add it, or give the argument a default"
-                )
-            )
+        self._timeout_seconds = config.timeout_seconds
+        self._retries = config.most_retries
+        self._device = device
+        self._hanging: list[BackgroundCall[ComponentScores]] = []
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """Start the call in a thread."""

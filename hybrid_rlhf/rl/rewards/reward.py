@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,17 +22,17 @@ from hybrid_rlhf.rl.images import ImagesOf
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
+from hybrid_rlhf.rl.rewards.judge import JudgeReward
 from hybrid_rlhf.rl.rewards.models import AbsentReward, ModelReward, RetokenizingModelReward, tokenizes_alike
 from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
-from hybrid_rlhf.rl.rewards.verifiers.verdicts import OUTCOMES
 from hybrid_rlhf.rl.sharing import LocalRows
 from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
-COUNTS = ("/failures", "/dropped")
+COUNTS = ("/failures", "/dropped", "/requests", "/cached", "/failed", "/tokens")
 """Suffixes of the metrics that are counts; the others are means."""
-MicroBatchesOn = Callable[[World], list[list[int | None]]]
+MicroBatchesOn = Callable[[World | None], list[list[int | None]]]
 _NO_TEXT = CompletionTexts([], [], {})
 
 
@@ -83,15 +85,15 @@ class Reward:
             rows: rows on this rank, among them those of `self.micro_batches(micro_batches)`.
             count: number of rows over all ranks.
             micro_batches: returns this rank's rows for a component, from its ranks; None is an empty row. Each row is
-                on exactly one rank, and all have the same number of micro-batches.
+                on exactly one rank, and all have the same number of micro-batches. From None, those of whole prompts.
             read_texts: returns rows as text; called only if a component of this rank reads text.
             images_of: returns the images of rows.
             may_drop_all: true if all rows may be dropped.
             beside: called after functions and endpoints have started, before any rank waits for another.
 
         Raises:
-            UserError: on every rank, when a component whose on_failure is stop fails for a row on any rank, or all rows
-                are dropped and may_drop_all is false.
+            UserError: on every rank, when a component whose on_failure is stop fails for a row on any rank, one fails
+                for more rows than it may, or all rows are dropped and may_drop_all is false.
         """
         batches = self._batches(rows, micro_batches, read_texts, images_of)
         pending = [component.begin(batch) for component, batch in zip(self._components, batches, strict=True)]
@@ -106,7 +108,7 @@ class Reward:
         return RewardReport(
             (weights[:, None] * values).sum(dim=0),
             dropped.nonzero().flatten().tolist(),
-            self._metrics(values, scored.bool() & ~dropped, failed) | self._outcomes(scores),
+            self._metrics(values, scored.bool() & ~dropped, failed) | self._counted(scores),
             {
                 component.name: torch.where(has_one | (fails & (component.on_failure == "zero")), of_rows, torch.nan)
                 for component, of_rows, has_one, fails in zip(
@@ -140,7 +142,11 @@ class Reward:
         return [rows for component in self._components for rows in self._micro_batches(component, micro_batches)]
 
     def _micro_batches(self, component: RewardComponent, micro_batches: MicroBatchesOn) -> list[list[int | None]]:
-        return micro_batches(component.world or self._world)
+        return micro_batches(self._ranks_of(component))
+
+    def _ranks_of(self, component: RewardComponent) -> World | None:
+        """The ranks that share rows one by one; None for whole prompts."""
+        return None if component.reads_groups else component.world or self._world
 
     def _batches(
         self,
@@ -152,10 +158,11 @@ class Reward:
         """This rank's rows for each component."""
         reads_text = any(component.reads_text for component in self._components)
         reads_images = any(component.reads_images for component in self._components)
-        shared: dict[tuple[int, ...], RewardBatch] = {}
+        shared: dict[tuple[int, ...] | None, RewardBatch] = {}
         batches = []
         for component in self._components:
-            key = (component.world or self._world).members
+            ranks = self._ranks_of(component)
+            key = None if ranks is None else ranks.members
             if key not in shared:
                 batch = RewardBatch(rows, self._micro_batches(component, micro_batches), _NO_TEXT, images_of)
                 of_rank = rows(batch.numbers)
@@ -191,10 +198,16 @@ class Reward:
                 continue
             reason = next(of_rank[place] for of_rank in reasons if of_rank[place] is not None)
             where = f"for {counts[place]:.0f} of {failed.shape[1]} completions"
+            limit = component.max_failure_fraction
             if component.on_failure == "stop":
                 raise UserError(
                     f"reward component {component.name} must give a number or None per completion, it did not {where}: "
                     f"{reason}; fix it, or set its on_failure to drop or zero"
+                )
+            if counts[place] > limit * failed.shape[1]:
+                raise UserError(
+                    f"reward component {component.name} may fail for {limit:.0%} of the completions, it does {where}: "
+                    f"{reason}; fix it, or raise its max_failure_fraction"
                 )
             if self._world.is_main:
                 what = "is scored 0" if component.on_failure == "zero" else "drops its rows"
@@ -220,27 +233,22 @@ class Reward:
                 metrics[f"reward/{component.name}/mean"] = float(scores.mean())
                 metrics[f"reward/{component.name}/std"] = spread(scores)
             if component.on_failure != "stop":
-                count = COUNTS[0] if component.on_failure == "zero" else COUNTS[1]
+                count = "/failures" if component.on_failure == "zero" else "/dropped"
                 metrics[f"reward/{component.name}{count}"] = float(failed[place].sum())
         return metrics
 
-    def _outcomes(self, scores: Sequence[ComponentScores]) -> dict[str, float]:
-        """Fractions of the completions that a verifier judged, by the reason why their score is below 1."""
-        judging = [place for place, component in enumerate(self._components) if component.gives_verdicts]
-        counts = torch.zeros(len(judging), 1 + len(OUTCOMES))
-        for row, place in enumerate(judging):
-            for verdict in scores[place].verdicts.values():
-                counts[row, 0] += 1
-                if verdict.outcome in OUTCOMES:
-                    counts[row, 1 + OUTCOMES.index(verdict.outcome)] += 1
-        if not judging:
+    def _counted(self, scores: Sequence[ComponentScores]) -> dict[str, float]:
+        """Metrics of what components count."""
+        if not any(component.counts for component in self._components):
             return {}
-        return {
-            f"reward/{self._components[place].name}/{outcome}": float(count / counted[0])
-            for place, counted in zip(judging, self._world.total(counts), strict=True)
-            for outcome, count in zip(OUTCOMES, counted[1:], strict=True)
-            if counted[0]
-        }
+        by_rank = self._world.all_gather_objects([dict(of.counts) for of in scores])
+        metrics: dict[str, float] = {}
+        for place, component in enumerate(self._components):
+            totals = Counter[str]()
+            for of_rank in by_rank:
+                totals.update(of_rank[place])
+            metrics |= {f"reward/{component.name}/{name}": value for name, value in component.metrics(totals).items()}
+        return metrics
 
 
 def build_reward(
@@ -252,6 +260,7 @@ def build_reward(
     load_tokenizer: Callable[[str], PreTrainedTokenizerBase],
     build_engine: Callable[[str, str], RoleModel],
     has_images: bool = False,
+    folder: Path | None = None,
 ) -> Reward:
     """A reward from its config. Every rank calls.
 
@@ -263,6 +272,7 @@ def build_reward(
         load_tokenizer: returns the tokenizer of a resolved path.
         build_engine: returns the frozen engine of a component from its name and resolved path.
         has_images: prompts may have images.
+        folder: folder of the run, where judges keep their verdicts; None: they keep them in memory.
 
     Raises:
         UserError: on every rank, for components of the same name, or a function or API key that any rank lacks.
@@ -272,7 +282,12 @@ def build_reward(
     with shared_user_errors(world):
         for component in components:
             if component.model is None:
-                background[component.label] = background_part(component, world)
+                background[component.label] = background_part(component, world, folder)
+                require(
+                    not (has_images and component.judge),
+                    f"judge {component.label} reads text, the rows have images: use a reward model, function or "
+                    "endpoint, or remove the images",
+                )
                 require(
                     not (has_images and component.protocol == "openrlhf" and component.urls),
                     f"reward component {component.label} must have the protocol scores to read images, got openrlhf: "
@@ -303,8 +318,10 @@ def build_reward(
     return Reward([build(component) for component in components], world)
 
 
-def background_part(component: RewardComponentConfig, world: World) -> RewardComponent:
+def background_part(component: RewardComponentConfig, world: World, folder: Path | None) -> RewardComponent:
     """A component without a model."""
+    if component.judge is not None:
+        return JudgeReward(component, device=world.device, rank=world.rank, folder=folder)
     if component.verifier is not None:
         return VerifierReward(component, device=world.device, ranks=world.local_size)
     kind = FunctionReward if component.function is not None else EndpointReward

@@ -227,6 +227,7 @@ class _Builder:
             ),
             build_engine=lambda name, path: self.frozen(name, path, role="reward"),
             has_images=has_images,
+            folder=run.folder,
         )
 
     def frozen(self, name: str, path: str, *, role: Role) -> RoleModel:
