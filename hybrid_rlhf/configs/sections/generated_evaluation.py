@@ -31,8 +31,8 @@ class GeneratedEvaluationConfig(Settings):
         models = [component.model for component in self.components if component.model]
         require(
             not models,
-            f"{key}.components are functions, urls, verifiers and judges, got the model {models[:1]}: serve it, and give "
-            "its URL in urls",
+            f"{key}.components are functions, urls, verifiers and judges, got the model {models[:1]}: serve it, and "
+            "give its URL in urls",
         )
         require_sampled(self.sampling, _SAMPLING_KEYS, section=f"{key}.sampling")
 
