@@ -251,12 +251,13 @@ def scored(judge: JudgeReward, completions: Sequence[str] = WORDS) -> Any:
         ((429, {}), "answered HTTP 429"),
         ("{", "got '{' as verdict, it must end with answer_1"),
         ((200, {"choices": []}), "in place of a chat completion"),
-        (None, "took longer than 0.5 s"),
+        (None, "took longer than 1 s"),
     ],
     ids=str,
 )
 def test_a_request_that_fails_is_made_again_and_then_told(fault: Any, reason: str) -> None:
     seen: set[str] = set()
+    limit = 20.0 if fault else 1.0  # a loaded machine is no fault of the others
 
     def once(asked: Asked) -> Any:
         if asked.text in seen:
@@ -266,16 +267,16 @@ def test_a_request_that_fails_is_made_again_and_then_told(fault: Any, reason: st
 
     def always(asked: Asked) -> Any:
         if fault is None:
-            time.sleep(1)
+            time.sleep(3)
             return [1]
         return fault
 
     with judge_server(once) as server:
-        judge = judge_of(server, retries=1, timeout_seconds=0.5, served_name="wise")
+        judge = judge_of(server, retries=1, timeout_seconds=limit, served_name="wise")
         report = scored(judge, ["a"] * 5)
         assert report.metrics["reward/judge/requests"] == 5 and report.metrics["reward/judge/failed"] == 0
     with judge_server(always) as server:
-        judge = judge_of(server, retries=1, timeout_seconds=0.5, served_name="wise")
+        judge = judge_of(server, retries=1, timeout_seconds=limit, served_name="wise")
         with user_error(rf"reward component judge must give .* for 5 of 5 completions: .*{reason}.*\(try 2\)"):
             scored(judge)
 
