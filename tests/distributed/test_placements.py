@@ -38,6 +38,7 @@ EPISODES = f"--environment.path {__file__}:Questions --rollout.sampling.max_new_
 SHARED_BASE = (*LORA, "--critic.share_base", "true")
 """The critic's adapters are on the actor's weights, whose ranks it shares."""
 TAUGHT = "--teacher.path teacher".split()
+LIKELY = "--teacher.loss reverse --teacher.top_k 4".split()
 EVALUATED = ("--train.eval_every", "1")
 FREE_OF_KL = ("--algorithm.kl", "null", "--reward.components", "[{function: 'tests.support.steps:brevity'}]")
 """What the critic learns depends on the actor through its tokens alone."""
@@ -53,7 +54,7 @@ SLOW_CASES: list[Case] = [
 MORE_CASES: list[Case] = [
     ("ppo", 4, "{style: separation, critic_copy: {tensor_parallel: 2}}", (*ZERO_3, *TENSOR_PARALLEL)),
     ("ppo", 3, "{teacher: {ranks: 1-2, zero: 3}, actor: {ranks: 0}}", (*TAUGHT,)),
-    ("grpo", 3, "{style: separation, teacher: {ranks: 0-1, zero: 3}}", (*TAUGHT,)),
+    ("grpo", 3, "{style: separation, teacher: {ranks: 0-1, zero: 3}}", (*TAUGHT, *LIKELY)),
     ("online_dpo", 3, "{sampler: {ranks: 1-2, tensor_parallel: 2}, judge: {ranks: 0-1}}", ()),
     ("ppo", 3, "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}}", ()),
     ("grpo", 4, "{sampler: {ranks: 2-3, tensor_parallel: 2}}", (*LORA,)),

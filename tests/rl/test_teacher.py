@@ -371,15 +371,18 @@ def test_a_student_approaches_its_teacher_by_each_form(
 def test_all_tokens_are_the_whole_vocabulary(
     template: str, model_folder: Path, teacher_folder: Path, tmp_path: Path
 ) -> None:
-    """Two ways to the same loss: log-probs of all tokens from scoring, and states in the updates."""
+    """Two ways to the same loss: log-probs of all tokens from scoring, and states in the updates, also of models that
+    ranks share."""
     rows = domain_rows(tmp_path / "rows.jsonl")
     line = "--teacher.loss reverse --train.max_steps 2 --train.eval_every 0 --actor.optimizer.eps 1e-3".split()
     line += ["--teacher.prompt_template", template] if template else []
     runs = [tmp_path / name for name in ("whole", "top")]
-    for run, more in zip(runs, ([], ["--teacher.top_k", "999"]), strict=True):
-        assert run_step(MODULES["ppo"], 1, line_of(run, model_folder, rows, teacher_folder, *ALONE, *line, *more)) == [
-            0
-        ]
+    ranks = 2 if template else 1
+    for run, size, more in zip(
+        runs, (ranks, 1), (["--actor.zero.stage", str(3 * (ranks > 1))], ["--teacher.top_k", "999"]), strict=True
+    ):
+        line_of_run = line_of(run, model_folder, rows, teacher_folder, *ALONE, *line, *more)
+        assert run_step(MODULES["ppo"], size, line_of_run) == [0] * size
     for key in ("teacher/divergence", "actor/grad_norm"):
         whole, top = (metric(run, key) for run in runs)
         assert len(whole) == 2 and top == pytest.approx(whole, rel=1e-3)

@@ -25,7 +25,7 @@ from tests.support.tiny import save_tiny, tiny_model, tiny_scorer
 TOLERANCE = 1e-5
 COMPARED = (
     "loss/policy loss/value objective/kl objective/scores policy/approxkl policy/entropy val/explained_variance "
-    "actor/grad_norm critic/grad_norm lr eval/scores reward/judge/mean teacher/kl"
+    "actor/grad_norm critic/grad_norm lr eval/scores reward/judge/mean teacher/kl teacher/divergence"
 ).split()
 MEASURED = ("time/", "perf/", "placement/")
 """Beginnings of the names of metrics that depend on the machine."""
