@@ -455,6 +455,7 @@ def test_a_served_teacher_teaches_as_one_of_the_run(
     [
         ("busy once", None),
         ("down", "teacher.url must be a server that answers, "),
+        ("silent", "teacher.url must tell the log-probs of each token and of the 1 most likely ones, "),
         ("other tokens", "the teacher must share the actor's tokens, "),
         ("unsteady", "a teacher must answer the same tokens alike, "),
     ],
@@ -477,13 +478,17 @@ def test_a_served_teacher_is_asked_again_and_must_answer_alike(
             ids = tokenizer(content["prompt"], add_special_tokens=False)["input_ids"]
             return 200, {"tokens": ids[1:] if fault == "other tokens" else ids}
         shift = asked.count(path) / 4 if fault == "unsteady" else 0.0
+        if fault == "silent" and len(content["prompt"]) < 4:
+            return 200, {
+                "choices": [{"prompt_logprobs": [None, *[{"9": {"logprob": -0.5}}] * (len(content["prompt"]) - 1)]}]
+            }
         likely = [{str(token): {"logprob": -1.0 - shift}, "9": {"logprob": -0.5}} for token in content["prompt"][1:]]
         return 200, {"choices": [{"prompt_logprobs": [None, *likely]}]}
 
     monkeypatch.setattr(served_teacher, "retry_delay_seconds", lambda tries: 0.0)
     with json_server(answer) as url:
         teacher = served_teacher.ServedTeacher(TeacherConfig(url=url, loss="forward", top_k=1), k=1)
-        if expected is not None:
+        if expected is not None and fault != "silent":
             assert refused(teacher.require_same, tokenizer).startswith(expected)
             return
         teacher.require_same(tokenizer)
@@ -492,5 +497,9 @@ def test_a_served_teacher_is_asked_again_and_must_answer_alike(
         )  # as a run makes it
         real = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
         mask = real & torch.tensor([False, True, True])
-        found = teacher(rollout_of(real, mask, input_ids=torch.tensor([[5, 6, 7], [5, 8, 0]])))
+        rollout = rollout_of(real, mask, input_ids=torch.tensor([[5, 6, 7], [5, 8, 0]]))
+        if expected is not None:
+            assert refused(teacher, rollout).startswith(expected)
+            return
+        found = teacher(rollout)
         assert torch.equal(found[mask], torch.tensor([[-1.0, -0.5, 9.0]]).expand(3, 3)) and not found[~mask].any()

@@ -86,6 +86,11 @@ class ServedTeacher:
     def _read(self, ids: Sequence[int]) -> Tensor:
         """[len(ids) - 1, 1 + 2 k] of all tokens but the first."""
         answer = self._retried(lambda: self._server.likely_tokens(ids, self._k))
+        if any(token not in likely or len(likely) < self._k for token, likely in zip(ids[1:], answer, strict=True)):
+            raise UserError(
+                f"teacher.url must tell the log-probs of each token and of the {self._k} most likely ones, "
+                f"{self._server.shown} does not: lower teacher.top_k, or use vLLM"
+            )
         values = []
         for token, likely in zip(ids[1:], answer, strict=True):
             top = sorted(likely.items(), key=lambda pair: -pair[1])[: self._k]
