@@ -29,10 +29,10 @@ lowest-cpu: export MKL_CBWR := COMPATIBLE
 lowest-cpu: override ARGS := $(NUMERIC) $(ARGS)
 lowest-cpu: test
 
-# Whole runs from a browser or a terminal, kernels compiled for a GPU, and environments of verifiers.
+# Whole runs from a browser or a terminal, kernels compiled for a GPU, and environments of verifiers and of MCP.
 slow: override ARGS := -m "slow and not gpu and not faults and not wheel" $(ARGS)
 slow: test $(VENV)/.verifiers
-	CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(VENV)/verifiers/bin/python -m pytest tests/rl/test_verifiers.py
+	CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(VENV)/verifiers/bin/python -m pytest tests/rl/test_verifiers.py tests/rl/test_mcp.py
 
 # Checks every model type of transformers' causal-LM mapping, in minutes, and writes docs/models.md.
 families: $(VENV)/.test
@@ -109,7 +109,7 @@ $(VENV)/.verifiers: $(VENV)/.test
 	$(PYTHON) -m venv $(VENV)/verifiers
 	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		$$($(VENV)/verifiers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
-	$(VENV)/verifiers/bin/pip install --quiet --constraint constraints.txt --editable '.[verifiers]'
+	$(VENV)/verifiers/bin/pip install --quiet --constraint constraints.txt --editable '.[mcp,verifiers]'
 	touch $@
 
 clean:

@@ -20,13 +20,14 @@ from hybrid_rlhf.configs.parsing.values import is_text
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
-from hybrid_rlhf.data.chat.messages import ROLES, Message, read_message, row_tools, with_ordered_results
+from hybrid_rlhf.data.chat.messages import ROLES, Message, Tools, read_message, row_tools, with_ordered_results
 from hybrid_rlhf.generation.sampling import SamplingParams, derive_seed
 from hybrid_rlhf.loop.user_code import describe_error
 from hybrid_rlhf.rl.environments.calls import CallFailure
 from hybrid_rlhf.rl.environments.environment import Environment, EnvironmentFactory, StepResult, read_environment
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, Turns, environment_row, is_finite_number, next_turn
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
+from hybrid_rlhf.rl.environments.tools import with_tools
 from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -71,7 +72,17 @@ class EnvironmentRunner(EpisodeRunner):
             return ended
         return self._calls.run(self._play(episode, environment, row, params, sample, turns))
 
-    async def _play(
+    async def _play(self, episode: Episode, environment: Environment, *turns: Any) -> list[Episode]:
+        """An episode, after which its environment is closed."""
+        try:
+            return await self._alternate(episode, environment, *turns)
+        finally:
+            close = getattr(environment, "close", None)
+            closed = None if close is None else await self._calls.result(close)
+            if isinstance(closed, CallFailure):
+                episode.failure = episode.failure or closed.reason
+
+    async def _alternate(
         self,
         episode: Episode,
         environment: Environment,
@@ -80,7 +91,8 @@ class EnvironmentRunner(EpisodeRunner):
         sample: int,
         turns: Turns,
     ) -> list[Episode]:
-        opening = self._read_opening(await self._calls.result(partial(environment.reset, row)), row)
+        opening = await self._calls.result(partial(environment.reset, row))
+        opening = self._read_opening(opening, row, getattr(environment, "tools", None))
         if isinstance(opening, CallFailure):
             episode.failure = opening.reason
             return [episode]  # a turn would answer the prompt of the row, which is not the task
@@ -101,8 +113,10 @@ class EnvironmentRunner(EpisodeRunner):
                 break
         return [episode]
 
-    def _read_opening(self, opening: object, row: Mapping[str, Any]) -> list[int] | None | CallFailure:
-        """Token ids of the prompt that reset returned; None for the row's prompt."""
+    def _read_opening(
+        self, opening: object, row: Mapping[str, Any], offered: Tools | None
+    ) -> list[int] | None | CallFailure:
+        """Token ids of the prompt that reset returned, with the tools of the environment; None for the row's prompt."""
         if opening is None or isinstance(opening, CallFailure):
             return opening
         messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
@@ -111,7 +125,10 @@ class EnvironmentRunner(EpisodeRunner):
         try:
             read = [read_message("reset", message) for message in cast(list[Message], messages)]
             read = with_ordered_results("reset", read)
-            ids = encode_prompt(read, self._tokenizer, tools=row_tools("the row", dict(row)))
+            tools = row_tools("the row", dict(row))
+            ids = encode_prompt(read, self._tokenizer, tools=[*(tools or []), *offered] if offered else tools)
+            if offered and ids == encode_prompt(read, self._tokenizer):
+                ids = encode_prompt(with_tools(read, offered), self._tokenizer)
         except UserError as error:
             return CallFailure(str(error))
         limit = self._rollout.max_prompt_tokens
