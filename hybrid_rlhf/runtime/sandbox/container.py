@@ -217,11 +217,11 @@ class Container:
 
 
 def _started(words: Sequence[str], env: Mapping[str, str]) -> Popen[bytes]:
-    return _starter.submit(
-        lambda: Popen(  # a list of arguments, no shell
-            words, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=dict(env), start_new_session=True, bufsize=0  # nosec B603
-        )
-    ).result()
+    return _starter.submit(_start, words, dict(env)).result()
+
+
+def _start(words: Sequence[str], env: Mapping[str, str]) -> Popen[bytes]:
+    return Popen(words, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=env, start_new_session=True, bufsize=0)  # nosec B603
 
 
 def _end(process: Popen[bytes]) -> None:
