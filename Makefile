@@ -104,12 +104,13 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --editable '.[board,demo,docs,lint,serve,test]'
 	touch $@
 
-# On top of the packages of the tests: verifiers installs uvloop and httptools, and uvicorn would then use them there too.
+# On top of the packages of the tests: verifiers installs an older openai.
 $(VENV)/.verifiers: $(VENV)/.test
 	$(PYTHON) -m venv $(VENV)/verifiers
 	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		$$($(VENV)/verifiers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
-	$(VENV)/verifiers/bin/pip install --quiet --constraint constraints.txt --editable '.[mcp,verifiers]'
+	grep -v '^openai==' constraints.txt >$(VENV)/verifiers/constraints.txt
+	$(VENV)/verifiers/bin/pip install --quiet --constraint $(VENV)/verifiers/constraints.txt --editable '.[mcp,verifiers]'
 	touch $@
 
 clean:
