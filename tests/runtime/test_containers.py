@@ -69,7 +69,10 @@ def client_of(folder: Path, name: str = "docker") -> Path:
     return client
 
 
-@pytest.fixture(params=[*IN_NAMESPACES, "podman"], ids=lambda kind: getattr(kind, "name", kind).lower())
+KINDS = [*IN_NAMESPACES[:2], pytest.param(Isolation.USER_NAMESPACE, marks=pytest.mark.slow), "podman"]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: getattr(kind, "name", kind).lower())
 def container(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Container]:
     """A container of each kind."""
     sandbox: Any

@@ -53,7 +53,11 @@ class InContainers:
 
 
 @pytest.fixture(
-    params=[*((isolation, False) for isolation in Isolation), *((isolation, True) for isolation in IN_NAMESPACES)],
+    params=[
+        *((isolation, False) for isolation in Isolation),
+        *((isolation, True) for isolation in IN_NAMESPACES[:2]),
+        pytest.param((Isolation.USER_NAMESPACE, True), marks=pytest.mark.slow),
+    ],
     ids=lambda param: param[0].name.lower() + ("_stays" if param[1] else ""),
 )
 def sandbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LocalSandbox | InContainers:

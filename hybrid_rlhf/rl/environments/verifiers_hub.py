@@ -51,7 +51,7 @@ async def play(base_url: str, api_key: str, model: str, row: Mapping[str, Any]) 
         context = ModelContext(model=model, client=client, sampling=SamplingConfig())
         episode = await environment.run_episode(task, context)
     if not episode.ok:
-        (told, *_) = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        told = next(error for part in (episode, *episode.traces) for error in part.errors)
         raise RuntimeError(f"verifiers: {told.type}: {told.message}")
     if len(episode.traces) != 1:
         raise UserError(
@@ -89,8 +89,7 @@ def write_rows(name: str, file: Path, *, count: int = -1, settings: Mapping[str,
         count: most rows; -1: all.
         settings: the table `env` of its configuration.
     """
-    source = {"name": name, "settings": dict(settings or {})}
-    tasks = load(name, source["settings"]).taskset
+    tasks = load(name, settings or {}).taskset
     if count < 0 and not tasks.bounded:
         raise UserError(f"an endless taskset needs a COUNT, {name} has none: give the number of rows")
     rows = []
@@ -98,7 +97,8 @@ def write_rows(name: str, file: Path, *, count: int = -1, settings: Mapping[str,
         told = {"system": task.data.system_prompt, "user": task.data.prompt_text or "."}
         prompt = [{"role": role, "content": text} for role, text in told.items() if text]
         data = task.data.model_dump(mode="json", exclude_unset=True)
-        rows.append(json.dumps({"prompt": prompt, COLUMN: {**source, "task": data}}) + "\n")
+        source = {"name": name, "settings": dict(settings or {}), "task": data}
+        rows.append(json.dumps({"prompt": prompt, COLUMN: source}) + "\n")
     file.write_text("".join(rows))
     return len(rows)
 
