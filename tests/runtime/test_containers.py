@@ -25,7 +25,7 @@ from tests.support.errors import user_error
 from tests.support.sandboxes import IN_NAMESPACES, PYTHON, SMALL, sandbox_of
 
 pytestmark = pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs util-linux")
-LIMITS = SMALL | {"timeout_seconds": 1.0, "output_bytes": 400}
+LIMITS = SMALL | {"timeout_seconds": 2.0, "output_bytes": 400}
 FAKE = f"""#!{sys.executable}
 # The client of Docker or podman, whose containers are those of this machine's sandbox: it records the words of each
 # call, `run` opens a container, `exec` enters it with the words that are stored for it, and `rm` ends `run`.

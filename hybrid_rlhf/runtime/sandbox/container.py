@@ -16,7 +16,14 @@ from functools import partial
 from subprocess import PIPE, STDOUT, Popen, TimeoutExpired  # nosec B404
 
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
-from hybrid_rlhf.runtime.sandbox.process import BLOCK_BYTES, POLL_SECONDS, SandboxResult, has_ended, run_process
+from hybrid_rlhf.runtime.sandbox.process import (
+    BLOCK_BYTES,
+    CPU_LIMIT_SIGNALS,
+    POLL_SECONDS,
+    SandboxResult,
+    has_ended,
+    run_process,
+)
 
 START_SECONDS = 30.0
 """Time in which a container starts or ends."""
@@ -110,6 +117,7 @@ class Container:
         if status is None:
             self.kill()
             status = shell.returncode
+            timed_out = timed_out or status in CPU_LIMIT_SIGNALS
         half = self._config.output_bytes // 2
         shown = output.decode(errors="replace")
         if left_out:

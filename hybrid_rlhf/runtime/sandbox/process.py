@@ -22,7 +22,7 @@ _LAST_OUTPUT_SECONDS = 0.5
 """Time to read what is left in the pipes; a process that outlives the program may hold them open for ever."""
 _SIGNALLED = 128
 """Shells and containers add the number of a signal to this in the exit status."""
-_CPU_LIMIT_SIGNALS = (-signal.SIGXCPU, _SIGNALLED + signal.SIGXCPU)
+CPU_LIMIT_SIGNALS = (-signal.SIGXCPU, _SIGNALLED + signal.SIGXCPU)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def run_process(
         process.returncode,
         stdout.text(),
         said,
-        timed_out=timed_out or process.returncode in _CPU_LIMIT_SIGNALS,
+        timed_out=timed_out or process.returncode in CPU_LIMIT_SIGNALS,
         truncated=stdout.truncated,
         memory_exceeded=process.returncode != 0 and has_no_memory,
     )
