@@ -29,10 +29,10 @@ lowest-cpu: export MKL_CBWR := COMPATIBLE
 lowest-cpu: override ARGS := $(NUMERIC) $(ARGS)
 lowest-cpu: test
 
-# Whole runs from a browser or a terminal, kernels compiled for a GPU, and environments of verifiers.
+# Whole runs from a browser or a terminal, kernels compiled for a GPU, and environments of verifiers and of MCP.
 slow: override ARGS := -m "slow and not gpu and not faults and not wheel" $(ARGS)
 slow: test $(VENV)/.verifiers
-	CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(VENV)/verifiers/bin/python -m pytest tests/rl/test_verifiers.py
+	CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(VENV)/verifiers/bin/python -m pytest tests/rl/test_verifiers.py tests/rl/test_mcp.py
 
 # Checks every model type of transformers' causal-LM mapping, in minutes, and writes docs/models.md.
 families: $(VENV)/.test
@@ -104,12 +104,13 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --editable '.[board,demo,docs,lint,serve,test]'
 	touch $@
 
-# On top of the packages of the tests: verifiers installs uvloop and httptools, and uvicorn would then use them there too.
+# On top of the packages of the tests: verifiers installs an older openai.
 $(VENV)/.verifiers: $(VENV)/.test
 	$(PYTHON) -m venv $(VENV)/verifiers
 	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		$$($(VENV)/verifiers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
-	$(VENV)/verifiers/bin/pip install --quiet --constraint constraints.txt --editable '.[verifiers]'
+	grep -v '^openai==' constraints.txt >$(VENV)/verifiers/constraints.txt
+	$(VENV)/verifiers/bin/pip install --quiet --constraint $(VENV)/verifiers/constraints.txt --editable '.[mcp,verifiers]'
 	touch $@
 
 clean:

@@ -63,7 +63,9 @@ def import_named(name: str, *, what: str) -> Any:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type, message and position of an exception, in one line."""
+    """Type, message and position of an exception, or of the first of a group, in one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     frame = traceback.extract_tb(error.__traceback__)[-1]
     try:
         message = first_line(error)

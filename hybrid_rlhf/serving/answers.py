@@ -72,7 +72,8 @@ class Answer:
         drops_space = self._is_chat and is_plain(tokenizer)
 
         names = function_names(None if chat is None else chat.used_tools)
-        requires_call = chat is not None and bool(chat.required_tools)
+        is_constrained = job.sampling.response_format is not None  # that of an episode is not, whatever it asks for
+        requires_call = is_constrained and chat is not None and bool(chat.required_tools)
         template = chat_template(body, tokenizer)
         marks = None if template is None else template.thinking_marks
         header = "" if template is None or template.channels is None else template.channels.answer

@@ -94,6 +94,8 @@ def read_messages(name: str, conversation: Sequence[dict[str, Any]]) -> tuple[li
 
 def _message(location: str, message: dict[str, Any]) -> Message:
     content = message.get("content")
+    if isinstance(content, list) and all(part == {"type": "text", "text": ""} for part in content):
+        message, content = {**message, "content": ""}, ""
     if message.get("role") in ("user", "assistant") and isinstance(content, str) and not content.strip():
         if not message.get("tool_calls"):
             return {key: value for key, value in message.items() if value is not None}  # empty turns are valid here

@@ -91,6 +91,28 @@ def misbehave(base_url: str, api_key: str, model: str, row: dict[str, Any], *, h
     return "good" if how == "wrong" else 2.0
 
 
+def requires_calls(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
+    """Asks for a call each time, which nothing enforces, and sends the reply back."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    messages = list(row["prompt"])
+    with client_of(base_url, api_key) as client:
+        for _ in range(3):
+            answer = client.chat.completions.create(
+                model=model, messages=messages, tools=tools, tool_choice="required", max_tokens=3
+            )
+            text = answer.choices[0].message.content
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "again"}]
+    return 1.0
+
+
+def test_a_reply_without_the_call_that_a_program_requires_is_its_whole_text(world: World, build_program: Any) -> None:
+    """Text that the length cut was left out as the beginning of a call, so that each request began a sequence."""
+    sampling = replace(SAMPLING, max_prompt_tokens=400)
+    rollout = build_program(requires_calls, sampling=sampling).sampler.sample(PROMPTS, step=1)
+    metrics = episode_metrics(rollout, world)
+    assert (metrics["environment/turns"], metrics["environment/sequences"]) == (3.0, 1.0)
+
+
 def learned(rollout: Rollout, row: int) -> list[int]:
     return rollout.input_ids[row][rollout.response_mask[row]].tolist()
 

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,35 +22,49 @@ from typing import Any
 import psutil
 import pytest
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 from hybrid_rlhf.runtime.sandbox import local
 from hybrid_rlhf.runtime.sandbox.docker import DockerSandbox
 from hybrid_rlhf.runtime.sandbox.local import Isolation, LocalSandbox, outermost
+from hybrid_rlhf.runtime.sandbox.process import SandboxResult
 from tests.support.clock import wait_until
 from tests.support.errors import user_error
+from tests.support.sandboxes import IN_NAMESPACES, PYTHON, SMALL, sandbox_of
 
-PYTHON = "/usr/bin/python3"
-"""Readable by every user, unlike an interpreter in a home folder."""
-SMALL: dict[str, Any] = {"timeout_seconds": 8.0, "memory_gib": 0.25, "disk_gib": 0.01, "processes": 8}
-IN_NAMESPACES = (Isolation.NAMESPACES, Isolation.BUBBLEWRAP, Isolation.USER_NAMESPACE)
 pytestmark = pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs util-linux")
 
 
-def sandbox_of(isolation: Isolation, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LocalSandbox:
-    """A sandbox of one isolation; the test is skipped where it does not work."""
-    if not Path(PYTHON).exists():
-        pytest.skip(f"needs {PYTHON}")
-    monkeypatch.setattr(local, "_candidates", lambda: [isolation])
-    try:
-        return LocalSandbox(SandboxConfig(**SMALL | {"command": (PYTHON, "-s")} | settings))
-    except UserError as error:
-        pytest.skip(f"{isolation.name.lower()} does not work here: {error}")
+class InContainers:
+    """Runs each program in a container that stays, as a command of its own."""
+
+    def __init__(self, sandbox: LocalSandbox) -> None:
+        self._sandbox, self.isolation, self._temporary = sandbox, sandbox.isolation, sandbox._temporary
+
+    def run(
+        self, program: str, *, stdin: str = "", files: Mapping[str, str] | None = None, timeout_seconds: float = 8.0
+    ) -> SandboxResult:
+        container = self._sandbox.open()
+        try:
+            container._config = replace(container._config, timeout_seconds=timeout_seconds)
+            container.write({**(files or {}), "program": program})
+            return container.run(f"exec {PYTHON} -s program", stdin=stdin)
+        finally:
+            container.close()
 
 
-@pytest.fixture(params=list(Isolation), ids=lambda isolation: isolation.name.lower())
-def sandbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LocalSandbox:
-    return sandbox_of(request.param, monkeypatch)
+@pytest.fixture(
+    params=[
+        *((isolation, False) for isolation in Isolation),
+        *((isolation, True) for isolation in IN_NAMESPACES[:2]),
+        pytest.param((Isolation.USER_NAMESPACE, True), marks=pytest.mark.slow),
+    ],
+    ids=lambda param: param[0].name.lower() + ("_stays" if param[1] else ""),
+)
+def sandbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LocalSandbox | InContainers:
+    """A sandbox of each isolation, and its containers that stay."""
+    isolation, stays = request.param
+    found = sandbox_of(isolation, monkeypatch)
+    return InContainers(found) if stays else found
 
 
 def test_a_program_reads_its_input_and_files(sandbox: LocalSandbox) -> None:
@@ -59,8 +74,9 @@ def test_a_program_reads_its_input_and_files(sandbox: LocalSandbox) -> None:
     assert not (result.timed_out or result.truncated or result.memory_exceeded)
     assert result.failure == "exit status 3"
     assert sandbox.run("pass").failure is None
-    with user_error("files of a program are in its folder, got '../x'"):
-        sandbox.run("", files={"../x": ""})
+    if isinstance(sandbox, LocalSandbox):
+        with user_error("files of a program are in its folder, got '../x'"):
+            sandbox.run("", files={"../x": ""})
 
 
 def test_the_runs_environment_and_descriptors_are_hidden(
@@ -273,7 +289,7 @@ def test_the_strongest_isolation_is_chosen_and_what_is_absent_is_told_once(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     monkeypatch.setattr(local, "warn_once", local.warn_once.__wrapped__)  # of this test, whatever ran before
-    monkeypatch.setattr(local, "_ENTER", "echo denied >&2; exit 1")  # as in a container without privileges
+    monkeypatch.setattr(local, "_MOUNT", "echo denied >&2; exit 1\n")  # as in a container without privileges
     monkeypatch.setattr(local.shutil, "which", lambda name: None if name == "bwrap" else shutil_which(name))
     settings = SMALL | {"command": (PYTHON, "-s"), "limits_alone": os.geteuid() != 0}
     sandbox = LocalSandbox(SandboxConfig(**settings))
@@ -397,10 +413,10 @@ def test_a_container_has_the_same_limits(tmp_path: Path) -> None:
     assert sandbox.run("import os; os.kill(os.getpid(), 9)").memory_exceeded, "what the kernel does without memory"
     calls = (tmp_path / "calls").read_text().splitlines()
     for words in (
-        "run --rm --interactive --init --name hybrid_rlhf_",
+        "run --rm --interactive --name hybrid_rlhf_",
         *("--network none", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges", "--user 65534:65534"),
         *("--memory 268435456 --memory-swap 268435456", "--pids-limit 8", "--ulimit cpu=8", "--ulimit fsize=10737418"),
-        *("--tmpfs /tmp:rw,exec,nosuid,nodev,size=10737418,mode=1777", ":/files:ro python:3.11 sh -c"),
+        *("--tmpfs /tmp:rw,exec,nosuid,nodev,size=10737418,mode=1777 --init", ":/files:ro python:3.11 sh -c"),
     ):
         assert words in calls[0], words
     names = re.findall(r"--name (\S+)", "\n".join(calls))

@@ -22,6 +22,7 @@ from hybrid_rlhf.serving import tracing
 from hybrid_rlhf.serving.answers import _with_sampled
 from hybrid_rlhf.serving.app import Access
 from hybrid_rlhf.serving.bodies import CompletionBody, KeyRejected, checked
+from hybrid_rlhf.serving.conversations import read_messages
 from hybrid_rlhf.serving.text_stream import ReasoningSplit
 from tests.support.clock import wait_until
 from tests.support.messages import assistant, user
@@ -286,3 +287,11 @@ def test_the_log_prob_of_a_token_is_the_same_among_the_likely_ones() -> None:
     token = StreamedToken(0, 0, 5, -1.0, -1.0, None, [(6, -0.5), (5, -1.00001)])
     assert _with_sampled(token) == [(6, -0.5), (5, -1.0)]
     assert _with_sampled(replace(token, top=[(6, -0.5)])) == [(6, -0.5), (5, -1.0)]
+
+
+def test_an_empty_turn_may_be_text_or_parts_of_text() -> None:
+    """smolagents sends a completion of no tokens back as parts, and was refused its next request."""
+    asked = {"role": "user", "content": "a"}
+    for content in ("", [], [{"type": "text", "text": ""}]):
+        read, _ = read_messages("messages", [asked, {"role": "assistant", "content": content}, asked])
+        assert read == [asked, {"role": "assistant", "content": ""}, asked]

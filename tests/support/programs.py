@@ -73,3 +73,11 @@ def program_parts(
     name = program and f"{program.__module__}:{program.__name__}"
     config = EnvironmentConfig(program=name, options=options or {}, **settings)
     return episode_parts(world, path, config, sampling=sampling, algorithm=ALGORITHM, stop_token_ids=STOP)
+
+
+def environment_parts(
+    world: World, path: str, kind: type, *, sampling: RolloutConfig = SAMPLING, **settings: Any
+) -> RLParts:
+    """The parts of a run whose episodes have an environment of a class."""
+    config = EnvironmentConfig(path=f"{kind.__module__}:{kind.__name__}", **settings)
+    return episode_parts(world, path, config, sampling=sampling, algorithm=ALGORITHM, stop_token_ids=STOP)

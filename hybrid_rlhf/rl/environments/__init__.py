@@ -2,7 +2,8 @@
 
 Read `environment.py` (the interface), `episodes.py` (the interface of runners), `runner.py` (the runner of a class, and
 which runner a config asks for), `observations.py` (tokens of an observation) and `calls.py` (concurrency and
-time-outs); for programs `programs.py` and `recording.py`. `calculator.py` and `reasoning_gym.py` are environments.
+time-outs); for programs `programs.py` and `recording.py`; for tools `tools.py`. Environments are `calculator.py`,
+`python_tool.py`, `shell.py`, `mcp_tools.py` and `reasoning_gym.py`.
 """
 
 from hybrid_rlhf.rl.environments.environment import Environment, StepResult

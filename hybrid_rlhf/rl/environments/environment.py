@@ -39,8 +39,9 @@ class StepResult(NamedTuple):
 class Environment(Protocol):
     """One episode: an instance is created for each completion. Both methods may be coroutine functions.
 
-    The class may have `stop_strings`, a list of texts that end a turn of the actor, such as the end of a tool call, and
-    `shows_images`, true if it shows images to a vision-language model.
+    The class may have `stop_strings`, a list of texts that end a turn of the actor, such as the end of a tool call;
+    `shows_images`, true if it shows images to a vision-language model; `tools`, JSON schemas of functions that the
+    prompt of `reset` shows; and `close`, called when the episode ends.
     """
 
     def reset(self, row: Mapping[str, Any]) -> Opening | Awaitable[Opening]:

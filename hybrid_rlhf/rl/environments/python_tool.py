@@ -44,7 +44,7 @@ class PythonTool:
         """Run the last program, or end the episode with the answer."""
         answers = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
         if answers:
-            return StepResult(None, float(_is_equal(answers[-1], self._answer)), True)
+            return StepResult(None, float(is_equal(answers[-1], self._answer)), True)
         programs = re.findall(r"<python>(.*?)</python>", completion, re.DOTALL)
         if not programs:
             return StepResult("Write <python>program</python> or <answer>result</answer>.", 0.0, False)
@@ -68,7 +68,8 @@ def _observation(result: SandboxResult) -> str:
     return "\n".join(filter(None, parts)) or "[no output]"
 
 
-def _is_equal(answer: str, expected: str) -> bool:
+def is_equal(answer: str, expected: str) -> bool:
+    """Return True if an answer is the expected number or text."""
     try:
         return float(answer.strip().replace(",", "")) == float(expected.strip().replace(",", ""))
     except ValueError:

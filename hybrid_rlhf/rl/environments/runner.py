@@ -21,7 +21,7 @@ from hybrid_rlhf.configs.parsing.values import is_text
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
-from hybrid_rlhf.data.chat.messages import ROLES, Message, read_message, row_tools, with_ordered_results
+from hybrid_rlhf.data.chat.messages import ROLES, Message, Tools, read_message, row_tools, with_ordered_results
 from hybrid_rlhf.data.images.expansion import RowImages
 from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.data.rows.placing import place_images
@@ -37,6 +37,7 @@ from hybrid_rlhf.rl.environments.environment import (
 )
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, Turns, environment_row, is_finite_number, next_turn
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
+from hybrid_rlhf.rl.environments.tools import with_tools
 from hybrid_rlhf.rl.images import ImageCatalogue, digests_of
 from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.logs import shortened
@@ -93,7 +94,17 @@ class EnvironmentRunner(EpisodeRunner):
             return ended
         return self._calls.run(self._play(episode, environment, row, params, sample, turns))
 
-    async def _play(
+    async def _play(self, episode: Episode, environment: Environment, *turns: Any) -> list[Episode]:
+        """An episode, after which its environment is closed."""
+        try:
+            return await self._alternate(episode, environment, *turns)
+        finally:
+            close = getattr(environment, "close", None)
+            closed = None if close is None else await self._calls.result(close)
+            if isinstance(closed, CallFailure):
+                episode.failure = episode.failure or closed.reason
+
+    async def _alternate(
         self,
         episode: Episode,
         environment: Environment,
@@ -103,7 +114,7 @@ class EnvironmentRunner(EpisodeRunner):
         turns: Turns,
     ) -> list[Episode]:
         opening = await self._calls.result(partial(environment.reset, row))
-        episode.failure = await self._open(episode, opening, row)
+        episode.failure = await self._open(episode, opening, row, getattr(environment, "tools", None))
         if episode.failure is not None:
             return [episode]  # a turn would answer the prompt of the row, which is not the task
         for turn in range(self._config.max_turns):
@@ -123,8 +134,11 @@ class EnvironmentRunner(EpisodeRunner):
                 break
         return [episode]
 
-    async def _open(self, episode: Episode, opening: object, row: Mapping[str, Any]) -> str | None:
-        """Begin an episode with the prompt that reset returned, None for that of the row; return why that fails."""
+    async def _open(
+        self, episode: Episode, opening: object, row: Mapping[str, Any], offered: Tools | None
+    ) -> str | None:
+        """Begin an episode with the prompt that reset returned, with the tools of the environment, None for that of the
+        row; return why that fails."""
         if opening is None:
             return None
         if isinstance(opening, CallFailure):
@@ -136,7 +150,10 @@ class EnvironmentRunner(EpisodeRunner):
             read, images = await self._read("reset", cast(list[Message], messages), self._references(episode))
             read = with_ordered_results("reset", read)
             tools = row_tools("the row", dict(row))
-            ids = encode_prompt(read, self._tokenizer, tools=tools, images=images)
+            offers = [*(tools or []), *offered] if offered else tools
+            ids = encode_prompt(read, self._tokenizer, tools=offers, images=images)
+            if offered and ids == encode_prompt(read, self._tokenizer, images=images):
+                ids = encode_prompt(with_tools(read, offered), self._tokenizer, images=images)
         except UserError as error:
             return shortened(str(error), _LONGEST_REASON)
         limit = self._rollout.max_prompt_tokens

@@ -1,21 +1,20 @@
-"""Environments in the format of the library verifiers, as its hub has them: packages with `load_environment`.
+"""Environments in the format of the library verifiers from 0.4 (`verifiers.v1`), as its hub has them: tasksets.
 
     python -m hybrid_rlhf.rl.environments.verifiers_hub NAME rows.jsonl [COUNT] [SETTINGS]
 
-writes the data set of an installed environment as rows for `data.sources`. `play` is the program of an episode
-(`environment.program`): the environment's own rollout, of one turn or several and with its tools, asks the actor by
-verifiers' client, and its rubric gives the reward. A row names its environment, so that a run may mix several.
+writes the tasks of an installed taskset as rows for `data.sources`. `play` is the program of an episode
+(`environment.program`): the environment's own rollout, by a harness of verifiers, asks the actor, and its rewards and
+judges score it. A row names its taskset, so that a run may mix several.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
@@ -24,97 +23,84 @@ from hybrid_rlhf.rl.environments.environment import new_rows_file, read_settings
 from hybrid_rlhf.runtime.output import print_result
 
 try:
-    import verifiers
-    from openai import AsyncOpenAI
-    from verifiers.envs import environment as environment_module
-
-    load_environment = verifiers.load_environment
-except (ImportError, AttributeError) as error:
+    from verifiers.v1 import SamplingConfig
+    from verifiers.v1.clients import EvalClientConfig, ModelContext
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+except ImportError as error:
     raise UserError(
-        "environments of verifiers need the library verifiers from 0.3.1, below 0.4, which cannot be imported "
+        "environments of verifiers need the library verifiers from 0.4, which cannot be imported "
         f"({error}): pip install 'hybrid_rlhf[verifiers]'"
     ) from error
 
 COLUMN = "verifiers"
-"""Column with the name and the settings of the environment."""
-# Its environments set handlers of SIGTERM and SIGINT, with which a run saves a checkpoint before it ends.
-environment_module.signal = SimpleNamespace(signal=lambda *_: None, SIGINT=None, SIGTERM=None)
+"""Column with the name and the settings of the environment, and the data of the task."""
+_KEY_VARIABLE = "HYBRID_RLHF_ROLLOUT_KEY"
+"""Environment variable from which verifiers reads the key of the actor's address."""
 
 
 async def play(base_url: str, api_key: str, model: str, row: Mapping[str, Any]) -> float:
     """Play the rollout of a row, and return its reward."""
     source = row[COLUMN]
-    # Loading may take seconds, in which the requests of other episodes are answered.
-    environment = await asyncio.to_thread(load, source["name"], json.dumps(source["settings"], sort_keys=True))
-    task = {"answer": "", "info": {}, "example_id": 0} | {name: value for name, value in row.items() if name != COLUMN}
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        outputs = await environment.generate(
-            [{name: value for name, value in task.items() if value is not None}],
-            verifiers.OpenAIChatCompletionsClient(client),
-            model,
-            on_start=_quiet,
-            on_progress=_quiet,
-            on_log=_quiet,
+    # Loading may take seconds, in which the requests of other episodes are answered. An environment serves one episode.
+    environment = await asyncio.to_thread(load, source["name"], source["settings"])
+    kind = environment.taskset.task_type()
+    task = kind(kind.data_type().model_validate(source["task"]), environment.taskset.config.task)
+    os.environ[_KEY_VARIABLE] = api_key
+    client = EvalClientConfig(base_url=base_url, api_key_var=_KEY_VARIABLE)
+    async with environment.serving():
+        context = ModelContext(model=model, client=client, sampling=SamplingConfig())
+        episode = await environment.run_episode(task, context)
+    if not episode.ok:
+        told = next(error for part in (episode, *episode.traces) for error in part.errors)
+        raise RuntimeError(f"verifiers: {told.type}: {told.message}")
+    if len(episode.traces) != 1:
+        raise UserError(
+            f"an environment of verifiers must have one agent that plays once, {source['name']} has "
+            f"{len(episode.traces)} rollouts in an episode: choose another"
         )
-    (output,) = outputs["outputs"]
-    if output["error"] is not None:
-        raise RuntimeError(f"verifiers: {output['error']}")
-    return float(output["reward"])
+    return float(episode.traces[0].reward)
 
 
-@functools.cache
-def load(name: str, settings: str) -> Any:
-    """An installed environment, by its name and settings as JSON.
+def load(name: str, settings: Mapping[str, Any]) -> Any:
+    """The environment of an installed taskset. Without others in the settings, its agent has the harness `null`, which
+    runs no code of the actor, as a process of this machine.
 
     Raises:
-        UserError: if it cannot be loaded, or scores several rollouts together.
+        UserError: if it cannot be loaded.
     """
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, **settings.get("agent", {})}
+    taskset = {**settings.get("taskset", {}), "id": name}
     try:
-        environment = load_environment(name, **json.loads(settings))
+        config = resolve_env_config({**settings, "agent": agent, "taskset": taskset})
+        return load_environment(config)
     except Exception as error:  # noqa: BLE001 - the code of the environment
         raise UserError(
-            f"an environment of verifiers must be installed and take its settings, {name} with {settings} fails "
-            f"({describe_error(error.__cause__ or error)}): install its package, or fix the settings"
+            f"an environment of verifiers must be installed and take its settings, {name} with {json.dumps(settings)} "
+            f"fails ({describe_error(error.__cause__ or error)}): install its package, or fix the settings"
         ) from error
-    if environment.requires_group_rollouts:
-        raise UserError(
-            f"an environment of verifiers must score each rollout alone, {name} has rewards of groups: choose another"
-        )
-    return environment
 
 
 def write_rows(name: str, file: Path, *, count: int = -1, settings: Mapping[str, Any] | None = None) -> int:
-    """Write the training data of an environment as JSONL, and return the number of rows.
+    """Write the tasks of a taskset as JSONL, and return the number of rows.
 
     Args:
-        name: name of the environment.
+        name: name of the taskset.
         file: path of the file.
         count: most rows; -1: all.
-        settings: keyword arguments of its `load_environment`.
+        settings: the table `env` of its configuration.
     """
-    source = {"name": name, "settings": dict(settings or {})}
-    rows = load(name, json.dumps(source["settings"], sort_keys=True)).get_dataset(count)
-    try:
-        lines = [json.dumps({**_row(dict(row)), COLUMN: source}, allow_nan=False) + "\n" for row in rows]
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"rows of an environment must fit JSON, those of {name} do not ({error}): choose another"
-        ) from error
-    file.write_text("".join(lines))
-    return len(lines)
-
-
-def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without the nulls that Arrow adds to messages which lack a key."""
-    messages = [
-        {key: value for key, value in message.items() if value is not None or key == "content"}
-        for message in row["prompt"]
-    ]
-    return {**row, "prompt": messages}
-
-
-def _quiet(*_: object) -> None:
-    """Report nothing: the run has its own progress."""
+    tasks = load(name, settings or {}).taskset
+    if count < 0 and not tasks.bounded:
+        raise UserError(f"an endless taskset needs a COUNT, {name} has none: give the number of rows")
+    rows = []
+    for task in tasks if count < 0 else tasks.take(count):
+        told = {"system": task.data.system_prompt, "user": task.data.prompt_text or "."}
+        prompt = [{"role": role, "content": text} for role, text in told.items() if text]
+        data = task.data.model_dump(mode="json", exclude_unset=True)
+        source = {"name": name, "settings": dict(settings or {}), "task": data}
+        rows.append(json.dumps({"prompt": prompt, COLUMN: source}) + "\n")
+    file.write_text("".join(rows))
+    return len(rows)
 
 
 def main(words: list[str]) -> None:

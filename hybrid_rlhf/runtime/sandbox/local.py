@@ -9,7 +9,9 @@ container or the kernel denies them, a sandbox is refused, unless the config acc
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import itertools
 import math
@@ -18,6 +20,7 @@ import platform
 import re
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,9 +29,12 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
+import psutil
+
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 from hybrid_rlhf.runtime.observability.logs import warn_once
+from hybrid_rlhf.runtime.sandbox.container import STAY, Container, start_container
 from hybrid_rlhf.runtime.sandbox.process import SandboxResult, run_process
 
 PROGRAM = "program"
@@ -53,8 +59,14 @@ _COUNTED_BY_NAMESPACE = (5, 14)
 """Linux counts processes for each user namespace since this version, before for each user on the whole machine."""
 _UNCOUNTED = "its processes are not counted"
 _FILES_UNCOUNTED = "its files are limited one by one, not in their sum and number"
-_KILLED_FIRST = 'echo 1000 >/proc/self/oom_score_adj; exec "$@"'
-"""Where the host's memory is exhausted, the kernel kills the program and not the run."""
+_BEGIN = (
+    *("setpriv", "--pdeathsig", "KILL"),
+    *("sh", "-c", 'echo 1000 >/proc/self/oom_score_adj; exec "$@"', "sh"),
+)
+"""Words before all others: where the host's memory is exhausted, the kernel kills the program and not the run."""
+_IN_HOME = ("sh", "-c", f'cd {HOME} && exec "$@"', "sh")
+_NS_GET_PARENT = 0xB702
+"""ioctl_ns(2): the user namespace around another."""
 _SET_DUMPABLE = 4
 """PR_SET_DUMPABLE of linux/prctl.h."""
 _FIX = "install bubblewrap, allow user namespaces, set sandbox.kind docker"
@@ -68,7 +80,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 """Nothing of the run's environment, which may contain keys."""
-_ENTER = f"""set -e
+_MOUNT = f"""set -e
 mount --all --fstab "$1/fstab"
 cp -R "$1/home/." "$2/." "$1/root{HOME}"
 mount --all --fstab "$1/fstab_home"
@@ -80,7 +92,6 @@ for name in shmmni msgmni; do echo 0 2>/dev/null >/proc/sys/kernel/$name || :; d
 mount --rbind / /old
 shift 2
 set +e
-chroot /old sh -c 'cd {HOME} && exec "$@"' sh "$@"
 """
 """Arguments: the folder of the sandbox, the program's files, the command. The shell stays, as process 1: signals and
 orphans are those of any other process, and its end ends all of them. What is read below the program's home, such as a
@@ -173,7 +184,7 @@ class LocalSandbox:
         return self._run(self.isolation, files, stdin, timeout_seconds or self._config.timeout_seconds)
 
     def _run(self, isolation: Isolation, files: Mapping[str, str], stdin: str, timeout_seconds: float) -> SandboxResult:
-        user = self._users[next(self._started) % len(self._users)] if self._users else os.geteuid()
+        user = self._next_user()
         is_other = isolation is Isolation.OTHER_USER
         with tempfile.TemporaryDirectory(prefix="run_", dir=self._folder, ignore_cleanup_errors=True) as name:
             folder = Path(name)
@@ -183,10 +194,7 @@ class LocalSandbox:
                     os.chown(path, user, user)
             home = name if isolation in (Isolation.OTHER_USER, Isolation.LIMITS) else HOME
             return run_process(
-                [
-                    *("setpriv", "--pdeathsig", "KILL", "sh", "-c", _KILLED_FIRST, "sh"),
-                    *self._command_line(isolation, folder, user, timeout_seconds),
-                ],
+                [*_BEGIN, *self._command_line(isolation, folder, user, timeout_seconds)],
                 stdin.encode(errors="replace"),
                 env={**_ENVIRONMENT, "HOME": home, "TMPDIR": home},
                 timeout_seconds=timeout_seconds,
@@ -201,15 +209,12 @@ class LocalSandbox:
         command = [*self._limits(isolation, timeout_seconds), *self._command, PROGRAM]
         match isolation:
             case Isolation.BUBBLEWRAP:
-                return self._bubblewrap(command, folder)
+                copy = ("sh", "-c", 'cp -R /files/. . && "$@"', "sh")
+                return self._bubblewrap([*copy, *command], "--ro-bind", str(folder), "/files")
             case Isolation.NAMESPACES | Isolation.USER_NAMESPACE:
-                is_root = isolation is Isolation.NAMESPACES
-                return [
-                    *("unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"),
-                    *(() if is_root else ("--user", "--map-root-user")),
-                    *("sh", "-c", _ENTER, "sh", str(self._folder), str(folder)),
-                    *("setpriv", *_NO_PRIVILEGES, *(_as_user(user) if is_root else ()), *command),
-                ]
+                drop = _as_user(user) if isolation is Isolation.NAMESPACES else ()
+                command = [*_IN_HOME, "setpriv", *_NO_PRIVILEGES, *drop, *command]
+                return self._unshare(isolation, folder, 'chroot /old "$@"', command)
             case Isolation.OTHER_USER:
                 return ["setpriv", *_NO_PRIVILEGES, *_as_user(user), *command]
             case Isolation.LIMITS:
@@ -230,7 +235,62 @@ class LocalSandbox:
             limits["nproc"] = config.processes
         return ["prlimit", *(f"--{name}={value}" for name, value in limits.items())]
 
-    def _bubblewrap(self, command: Sequence[str], folder: Path) -> list[str]:
+    def open(self) -> Container:
+        """A container with an empty home, of a user of its own.
+
+        Raises:
+            UserError: if programs are not in namespaces here.
+            ContainerEnded: if it does not start.
+        """
+        isolation, user = self.isolation, self._next_user()
+        if isolation in (Isolation.OTHER_USER, Isolation.LIMITS):
+            raise UserError(f"a shell that stays needs namespaces, here programs have {isolation.name.lower()}: {_FIX}")
+        env = {**_ENVIRONMENT, "HOME": HOME, "TMPDIR": HOME}
+        is_root, is_bubblewrap = isolation is Isolation.NAMESPACES, isolation is Isolation.BUBBLEWRAP
+        if is_bubblewrap:
+            stay = self._bubblewrap(STAY, "--as-pid-1")
+        else:
+            stay = self._unshare(isolation, self._folder / "none", 'exec chroot /old "$@"', STAY)
+        process = start_container([*_BEGIN, *stay], env)
+        (first,) = psutil.Process(process.pid).children()
+        held = [os.pidfd_open(first.pid)]
+        enter = ["nsenter", "--target", str(first.pid), "--mount", "--net", "--pid", "--ipc", "--uts"]
+        if is_bubblewrap and _denies_namespaces(shutil.which("bwrap")):
+            # Its mounts belong to a user namespace around that of its programs.
+            with open(f"/proc/{first.pid}/ns/user") as inner:
+                held.append(fcntl.ioctl(inner, _NS_GET_PARENT))
+            enter += [f"--user=/proc/{os.getpid()}/fd/{held[-1]}", "--preserve-credentials"]
+            enter += ["nsenter", "--target", "1", "--user", "--preserve-credentials"]
+        elif not is_root:
+            enter += ["--user", "--preserve-credentials"]
+        enter += [*(() if is_bubblewrap else ("chroot", "/old")), *_IN_HOME]
+        enter += ["setpriv", *_NO_PRIVILEGES, *(_as_user(user) if is_root else ())]
+        enter += self._limits(isolation, self._config.timeout_seconds)
+
+        remove, owner = partial(self._remove, held), user if is_root else None
+        return Container(self._config, process, [*_BEGIN, *enter], env=env, owner=owner, remove=remove)
+
+    def _remove(self, held: list[int]) -> None:
+        """Kill a process by the first of these descriptors, and close them. Containers need the folder of this sandbox,
+        which they keep by this method."""
+        if held:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(held[0], signal.SIGKILL)
+        while held:
+            os.close(held.pop())
+
+    def _next_user(self) -> int:
+        return self._users[next(self._started) % len(self._users)] if self._users else os.geteuid()
+
+    def _unshare(self, isolation: Isolation, folder: Path, start: str, command: Sequence[str]) -> list[str]:
+        """The words that mount the files of a folder in namespaces, where `start` runs a command."""
+        return [
+            *("unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"),
+            *(("--user", "--map-root-user") if isolation is Isolation.USER_NAMESPACE else ()),
+            *("sh", "-c", _MOUNT + start, "sh", str(self._folder), str(folder), *command),
+        ]
+
+    def _bubblewrap(self, command: Sequence[str], *options: str) -> list[str]:
         mounts: list[str] = []
         for path in self._visible:
             kind = ("--symlink", os.path.realpath(path)) if path.is_symlink() else ("--ro-bind", str(path))
@@ -239,14 +299,13 @@ class LocalSandbox:
             *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session"),
             *(("--unshare-user", "--disable-userns") if _denies_namespaces(shutil.which("bwrap")) else ()),
             *("--cap-drop", "ALL", "--size", str(round(self._config.disk_gib * GIB)), "--tmpfs", HOME, *mounts),
-            *("--dev", "/dev", "--proc", "/proc", "--ro-bind", str(folder), "/files", "--remount-ro", "/"),
-            *("--chdir", HOME, "sh", "-c", 'cp -R /files/. . && "$@"', "sh", *command),
+            *("--dev", "/dev", "--proc", "/proc", *options, "--remount-ro", "/", "--chdir", HOME, *command),
         ]
 
     def _prepare_root(self) -> None:
         """Make the empty root of namespaces, and the table of what is mounted in it."""
         root, home, size = self._folder / "root", self._folder / "home", round(self._config.disk_gib * GIB)
-        for folder in (root, home):
+        for folder in (root, home, self._folder / "none"):
             folder.mkdir()
         in_home: list[tuple[Path, Path, str, str]] = []
         mounts = [(root, root, "none", "bind,ro")]

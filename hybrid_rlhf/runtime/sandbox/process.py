@@ -15,14 +15,14 @@ from typing import IO, Protocol, cast
 
 from hybrid_rlhf.runtime.observability.logs import shortened
 
-_BLOCK_BYTES = 65536
-_POLL_SECONDS = 0.05
+BLOCK_BYTES = 65536
+POLL_SECONDS = 0.05
 """Interval at which the end of a process is noticed that others keep from closing its output."""
 _LAST_OUTPUT_SECONDS = 0.5
 """Time to read what is left in the pipes; a process that outlives the program may hold them open for ever."""
 _SIGNALLED = 128
 """Shells and containers add the number of a signal to this in the exit status."""
-_CPU_LIMIT_SIGNALS = (-signal.SIGXCPU, _SIGNALLED + signal.SIGXCPU)
+CPU_LIMIT_SIGNALS = (-signal.SIGXCPU, _SIGNALLED + signal.SIGXCPU)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def run_process(
         kept = {process.stdout: _Kept(output_bytes, last=False), process.stderr: _Kept(output_bytes, last=True)}
         try:
             _exchange(process, stdin, kept, until)
-            timed_out = not _has_ended(process, until)
+            timed_out = not has_ended(process, until)
         finally:
             # The leader is not yet reaped, so its number is still that of the group.
             with contextlib.suppress(ProcessLookupError):
@@ -146,7 +146,7 @@ def run_process(
         process.returncode,
         stdout.text(),
         said,
-        timed_out=timed_out or process.returncode in _CPU_LIMIT_SIGNALS,
+        timed_out=timed_out or process.returncode in CPU_LIMIT_SIGNALS,
         truncated=stdout.truncated,
         memory_exceeded=process.returncode != 0 and has_no_memory,
     )
@@ -163,23 +163,23 @@ def _exchange(process: Popen[bytes], stdin: bytes, kept: Mapping[IO[bytes], _Kep
             selector.register(stream, selectors.EVENT_READ)
         selector.register(process.stdin, selectors.EVENT_WRITE)
         while selector.get_map() and time.monotonic() < until:
-            for key, _ in selector.select(_POLL_SECONDS):
+            for key, _ in selector.select(POLL_SECONDS):
                 source = cast(IO[bytes], key.fileobj)
                 if source is process.stdin:
                     left = _written(source, left)
                     is_complete = not left
                 else:
-                    block = os.read(source.fileno(), _BLOCK_BYTES)
+                    block = os.read(source.fileno(), BLOCK_BYTES)
                     kept[source].add(block)
                     is_complete = not block
                 if is_complete:
                     selector.unregister(source)
                     source.close()
-            if _has_ended(process):
+            if has_ended(process):
                 until = min(until, time.monotonic() + _LAST_OUTPUT_SECONDS)
 
 
-def _has_ended(process: Popen[bytes], until: float = 0.0) -> bool:
+def has_ended(process: Popen[bytes], until: float = 0.0) -> bool:
     """Return True if a process has ended by a time, without reaping it."""
     while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() >= until:
@@ -191,6 +191,6 @@ def _has_ended(process: Popen[bytes], until: float = 0.0) -> bool:
 def _written(stream: IO[bytes], left: memoryview) -> memoryview:
     """What is left to write; nothing once the reader has closed its end."""
     try:
-        return left[os.write(stream.fileno(), left[:_BLOCK_BYTES]) :]
+        return left[os.write(stream.fileno(), left[:BLOCK_BYTES]) :]
     except BrokenPipeError:
         return memoryview(b"")
