@@ -145,14 +145,18 @@ class Container:
                         selector.unregister(shell.stdin)
                 block = os.read(shell.stdout.fileno(), BLOCK_BYTES) if shell.stdout in ready else b""
                 output += block
+                status = None
                 if (found := end.search(output)) is not None:
-                    return output[: found.start()], left_out, int(found[1])
-                if not block and has_ended(shell):
-                    break
+                    status = int(found[1])
+                    del output[found.start() :]
                 excess = len(output) - config.output_bytes - len(mark) - 16  # the end may be that of the mark
                 if excess > 0:
                     half, left_out = config.output_bytes // 2, left_out + excess
                     del output[half : half + excess]
+                if status is not None:
+                    return output, left_out, status
+                if not block and has_ended(shell):
+                    break
         return output, left_out, None
 
     def write(self, files: Mapping[str, str]) -> None:
