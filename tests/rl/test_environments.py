@@ -659,7 +659,7 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
     monkeypatch.chdir(tmp_path)
     sources = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    for name, source in zip(("guess.py", "agent.py", "worker.py"), sources, strict=True):
+    for name, source in zip(("guess.py", "zoom.py", "agent.py", "worker.py"), sources, strict=True):
         Path(name).write_text(textwrap.dedent(source))
     commands = re.findall(r"^    hybrid-rlhf rl (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
     configs = [parse_config(RLConfig, shlex.split(line.replace("\\\n", " "))) for line in commands]
