@@ -249,13 +249,16 @@ def test_a_step_is_replayed_branched_and_scored_again(folder: Path, tmp_path: Pa
     assert scored["score"] == pytest.approx(sign * (sum(map(ord, "a red answer")) % 32) / 32)
 
 
-def test_ptx_and_adapters(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "base"), [("idefics3", ""), ("qwen3_vl", "--model.quantization nf4")], ids=["plain", "4 bits"]
+)
+def test_ptx_and_adapters(family: str, base: str, folder: Path, tmp_path: Path) -> None:
     texts = write_lines(
         folder / "texts.jsonl",
         ({"prompt": "is <image>", "images": [f"{i % 4}.png"], "completion": f"{i}"} for i in range(8)),
     )
     more = f"--ptx.coef 0.1 --ptx.sources {texts} --ptx.max_length 128 --actor.lora.rank 2"
-    found = run_here(tmp_path, folder, "idefics3", GRPO, more)["metrics"]
+    found = run_here(tmp_path, folder, family, GRPO, more, base)["metrics"]
     require_own(found)
     assert all(step["loss/ptx"] > 0 for step in found)
 
