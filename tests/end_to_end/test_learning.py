@@ -49,6 +49,7 @@ def test_every_variant_of_the_benchmark_is_a_config(task: str, tmp_path: Path) -
         algorithms=[*RL_ALGORITHMS],
         samplers=[],
         teacher=False,
+        dtypes=False,
         curriculum=False,
         demo=tmp_path,
     )
