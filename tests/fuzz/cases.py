@@ -80,7 +80,10 @@ LINES = {
         ("--config '~nosuch/c.yaml'", "--config ... ~nosuch/c.yaml ... (Could not determine home directory)"),
     ],
     "rl": [
-        ("--reward.components '[{}]'", "reward.components ... one of model, function, urls, verifier and judge ... got none"),
+        (
+            "--reward.components '[{}]'",
+            "reward.components ... one of model, function, urls, verifier and judge ... got none",
+        ),
         ("--reward.components '[{function: f}]'", "reward.components ... module:function ... file.py ... got 'f'"),
         (
             "--reward.components '[{urls: [ftp://x]}]'",
