@@ -64,7 +64,7 @@ def main() -> None:
             completions = parts.sampler.sample(held_out, step=0)
             evaluated = parts.scorer.score(held_out, completions, evaluates=True)
             metrics = {**rollout_metrics(report.batch, run.world), **report.metrics}
-            run.log(step, metrics | evaluation_metrics(evaluated, run.world, prefix="eval"))
+            run.log(step, metrics | evaluation_metrics(evaluated, run.world, prefix="eval", prompts=held_out))
             run.report(f"step {step}", {"objective/scores": metrics["objective/scores"]})
         session.save()
 
