@@ -589,7 +589,7 @@ def test_the_calculator_as_an_episode() -> None:
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs util-linux")
 def test_python_is_a_tool_in_the_sandbox() -> None:
     """Each observation says what the program wrote and why it failed; a failure does not end the episode."""
-    options = {"sandbox": {"timeout_seconds": 5.0, "output_bytes": 50}, "call_reward": 0.1}
+    options = {"sandbox": {"timeout_seconds": 60.0, "output_bytes": 50}, "call_reward": 0.1}
     path = "hybrid_rlhf.rl.environments.python_tool:PythonTool"
     factory = read_environment(EnvironmentConfig(path=path, options=options))
     assert factory.stop_strings == ("</python>", "</answer>")
@@ -600,13 +600,16 @@ def test_python_is_a_tool_in_the_sandbox() -> None:
         ("print(12 * 7)", "84", 0.1),
         ("pass", "[no output]", 0.1),
         ("print('a')\nprint(1 / 0)", "a\n[exit status 1: ZeroDivisionError: division by zero]", 0.0),
-        ("while True: pass", "[it took longer than its time limit]", 0.0),
         ("print('x' * 99)", "x" * 50 + "\n[output truncated]", 0.1),
     ):
         assert game.step(f"I run <python>{program}</python>") == (observation, reward, False), program
     assert game.step("84").observation.startswith("Write <python>")
     for answer, reward in ((" 84.0 ", 1.0), ("eighty", 0.0)):
         assert game.step(f"so <answer>{answer}</answer>") == (None, reward, True)
+    hasty: Any = read_environment(EnvironmentConfig(path=path, options={"sandbox": {"timeout_seconds": 0.5}})).make()
+    hasty.reset({"prompt": [user("12 * 7?")], "answer": 84})
+    told = hasty.step("<python>while True: pass</python>")
+    assert told == ("[it took longer than its time limit]", 0.0, False)
     with user_error("PythonTool: unknown key memory_gb: the nearest is memory_gib"):
         read_environment(EnvironmentConfig(path=path, options={"sandbox": {"memory_gb": 1}}))
 
