@@ -137,11 +137,12 @@ class Container:
             selector.register(shell.stdout, selectors.EVENT_READ)
             selector.register(shell.stdin, selectors.EVENT_WRITE)
             while time.monotonic() < until:
+                ended = has_ended(shell)  # before what it wrote last is read
                 ready = [key.fileobj for key, _ in selector.select(POLL_SECONDS)]
                 if shell.stdin in ready:
                     with contextlib.suppress(BrokenPipeError):
                         left = left[os.write(shell.stdin.fileno(), left[:BLOCK_BYTES]) :]
-                    if not left or has_ended(shell):
+                    if not left or ended:
                         selector.unregister(shell.stdin)
                 block = os.read(shell.stdout.fileno(), BLOCK_BYTES) if shell.stdout in ready else b""
                 output += block
@@ -155,7 +156,7 @@ class Container:
                     del output[half : half + excess]
                 if status is not None:
                     return output, left_out, status
-                if not block and has_ended(shell):
+                if not block and ended:
                     break
         return output, left_out, None
 
