@@ -102,7 +102,7 @@ def test_tools_are_called_and_the_answer_is_rewarded(servers: dict[str, Any]) ->
     turns = [call("add", number=2) + call("add", number=3), call("add", number="x"), "so <answer>5</answer>"]
     both, wrong, answer = play(servers, *turns)
     assert both[0] == "2\n5" and both[1:] == (0.0, False)
-    assert "number" in wrong[0] and not wrong[2], "an error of the arguments is told"
+    assert "number" in wrong[0] and not wrong[2], "the observation is the error of the arguments"
     assert answer == (None, 1.0, True)
     assert play(servers, "6") == [(None, 0.0, True)] and play(servers, "5") == [(None, 1.0, True)]
 

@@ -16,7 +16,7 @@ from hybrid_rlhf.board.samples.index import Rows, SampleIndex, SampleView, searc
 from hybrid_rlhf.board.samples.lines import last_text, preview, prompt_key, prompt_messages
 from hybrid_rlhf.board.samples.queries import PromptQuery, SampleQuery, find
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.runtime.observability.samples import SHOWN_IMAGES, recorded_images
+from hybrid_rlhf.runtime.observability.samples import episode_images
 
 _CATCH_UP_SECONDS = 0.2
 """Time for which a request indexes new lines; the watcher indexes the rest."""
@@ -108,7 +108,7 @@ class Samples:
 
     def thumbnail(self, step: int, position: int, digest: str) -> bytes:
         """GET /api/runs/RUN/samples/STEP/INDEX/images/DIGEST; raises UserError as `thumbnail_of`."""
-        return thumbnail_of(_images(self.line(step, position)), digest)
+        return thumbnail_of(episode_images(self.line(step, position)), digest)
 
     def prompts(self, query: PromptQuery) -> dict[str, Any]:
         """GET /api/runs/RUN/prompts, the most frequent first."""
@@ -172,7 +172,7 @@ def _shared(row: dict[str, Any], position: int) -> dict[str, Any]:
     stopped = row.get("stopped")
     return {
         "prompt_key": prompt_key(row),
-        "images": shown_images(_images(row)),
+        "images": shown_images(episode_images(row)),
         "step": row["step"],
         "index": position,
         "group": group if is_count(group) else None,
@@ -184,8 +184,3 @@ def _shared(row: dict[str, Any], position: int) -> dict[str, Any]:
         else {},
         "stopped": stopped if isinstance(stopped, bool) else None,
     }
-
-
-def _images(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The images of a sample: those of its prompt, then those that an environment has shown."""
-    return recorded_images(row) + recorded_images(row, SHOWN_IMAGES)

@@ -14,7 +14,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.images.reading import thumbnail
 from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.runtime.files.json_lines import parse_lines
-from hybrid_rlhf.runtime.observability.samples import SHOWN_IMAGES, recorded_images
+from hybrid_rlhf.runtime.observability.samples import episode_images
 
 _END_BYTES = 2**21
 _ROWS = 4
@@ -43,8 +43,7 @@ def first_and_last_samples(path: Path) -> list[dict[str, Any]]:
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:
     turns = [{"role": turn["role"], "content": _short(turn.get("content", ""))} for turn in row["prompt"]]
-    recorded = recorded_images(row) + recorded_images(row, SHOWN_IMAGES)
-    images = [{"name": Path(image["path"]).name, "uri": _thumbnail(image)} for image in recorded]
+    images = [{"name": Path(image["path"]).name, "uri": _thumbnail(image)} for image in episode_images(row)]
     numbers = {"score": row["score"], "kl": row.get("kl")}
     return {"prompt": turns, "images": images, "completion": _short(row["completion"]), **numbers}
 

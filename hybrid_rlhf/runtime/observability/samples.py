@@ -31,6 +31,11 @@ def recorded_images(row: Mapping[str, Any], key: str = "images") -> list[dict[st
     ]
 
 
+def episode_images(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The images of a line: those of its prompt, then those that an environment has shown."""
+    return recorded_images(row) + recorded_images(row, SHOWN_IMAGES)
+
+
 class SampleLog:
     """Writes samples of some steps."""
 
