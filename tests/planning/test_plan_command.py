@@ -235,6 +235,7 @@ def test_long_searches_say_what_remains_beside_the_result(
 ) -> None:
     """Up to minutes passed without a line."""
     monkeypatch.setattr("hybrid_rlhf.runtime.observability.progress.FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("hybrid_rlhf.runtime.observability.progress._GROWTH", 0.0)
     small = machine_file(tmp_path, device_gib=GPU_RESERVE_GIB + 0.4)
     ended = cli(f"plan --base_model {one_layer} --steps rl --machine {small} --ranks 2 --json")
     assert ended.code == 1 and ended.out == f"{json.dumps(ended.result)}\n"
