@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,10 @@ def game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     install for it from the network."""
 
     async def prepared(runtime: Any, script: str, *_: Any, **__: Any) -> list[str]:
-        (tmp_path / "harness.py").write_text(script)
-        return [sys.executable, str(tmp_path / "harness.py")]
+        # A file of its own: another episode may be reading its script.
+        with tempfile.NamedTemporaryFile("w", suffix=".py", dir=tmp_path, delete=False) as file:
+            file.write(script)
+        return [sys.executable, file.name]
 
     monkeypatch.setattr(SubprocessRuntime, "prepare_uv_script", prepared)
     (tmp_path / "numbered_game.py").write_text(GAME)
