@@ -50,7 +50,7 @@ class LocalModel:
         path: str = "",
         most_failures: float = math.inf,
     ) -> dict[K, str]:
-        """Answer all requests; arguments and result as of `Endpoint.send`."""
+        """Answer all requests, each once; bodies, `read` and the result are those of `Endpoint.send`."""
         if not bodies:
             return {}
         engine = self.load()
