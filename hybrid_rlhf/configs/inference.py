@@ -284,7 +284,7 @@ class TrainServerConfig(ServerConfig):
 
 
 class WinRateJudgeConfig(JudgeConfig):
-    """Judge of two completions: a reward model, or a language model behind OpenAI's API."""
+    """Judge of two completions: a reward model, or a language model, behind OpenAI's API or in this process."""
 
     model: str | None = None
     """Reward model: a folder or hub name; the higher score wins."""
@@ -358,8 +358,9 @@ class EvaluateConfig(InferenceConfig):
             require_output(self.sandbox, str(self.reward))
         if self.chosen == "win_rate":
             require(
-                self.judge.model is not None or self.judge.url,
-                "win_rate needs a judge, got none: give --judge.model REWARD_MODEL or --judge.url URL",
+                self.judge.model is not None or self.judge.path or self.judge.url,
+                "win_rate needs a judge, got none: give --judge.model REWARD_MODEL, --judge.path MODEL or --judge.url "
+                "URL",
             )
             require(
                 self.sampling.n == 1,

@@ -7,9 +7,13 @@ weights in all phases, and with a policy lag also its cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from hybrid_rlhf.configs.sections.judge import JudgeConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.functional.logprobs import head_chunk_tokens
 from hybrid_rlhf.planning.device import Device
@@ -21,13 +25,16 @@ from hybrid_rlhf.planning.engine_memory import (
     engine_memory,
     split_memory,
 )
-from hybrid_rlhf.planning.generation_memory import GenerationMemory, replayed_bytes, rollout_bytes
+from hybrid_rlhf.planning.generation_memory import GenerationMemory, InferenceBytes, replayed_bytes, rollout_bytes
 from hybrid_rlhf.planning.job import RLJob, RoleJob
 from hybrid_rlhf.planning.memo import once, once_for
 from hybrid_rlhf.planning.phase_memory import PhaseMemory, largest_misfit, longest_row, micro_batch
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
 from hybrid_rlhf.runtime.placement import CRITIC_COPY
+
+_RUBRIC_TOKENS = 512
+"""Tokens of a judge's question besides the conversation and the answers. An assumption."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,9 @@ class MemoryModel:
             _shapes(job.actor), job.config.rollout, groups=groups, ranks=self.machine.ranks, likely_tokens=likely
         )
         base += MemoryUse(host=held)
+        judges = self._judges() if samples else {}
+        for judge in judges.values():
+            base += MemoryUse(inference=judge.weights(stage=0, gathers=False, in_use=True).weights)
         phases: list[PhaseMemory] = []
         rows = []
         if samples:
@@ -101,6 +111,7 @@ class MemoryModel:
             rows.append(at_once)
             base += kept
         phases += self._reads(plan, names, roles, base)
+        phases += [self._judging(name, judge, plan, base) for name, judge in judges.items()]
         for role in roles:
             if role.is_trained:
                 need = base + self._passing(role, plan, backward=True)
@@ -119,6 +130,26 @@ class MemoryModel:
             reads.append(MemoryUse(buffers=sent * self._job.dtype.itemsize))
         if reads:
             yield PhaseMemory("scoring", base + max(reads, key=lambda use: use.device), self.machine)
+
+    @once
+    def _judges(self) -> dict[str, GenerationMemory]:
+        """The judges in the run, whose questions have all completions at their maximum length."""
+        job = self._job
+        parts = {part.label: part.judge for part in job.config.reward.named}
+        return {
+            name: GenerationMemory(model, _questions(job.config.rollout, judge), job.dtype, job.device)
+            for name, model in job.judges.items()
+            if (judge := parts[name]) is not None
+        }
+
+    def _judging(self, name: str, judge: GenerationMemory, plan: StepPlan, base: MemoryUse) -> PhaseMemory:
+        """The phase of a judge, with its keys and values as buffers: they do not stay, as those of a sampler may."""
+        groups = len(plan.sampling.groups)
+        need = judge.sampling(
+            base, InferenceBytes(0.0, 0.0), self.machine, ranks=groups, records_routes=False
+        ).phase.need
+        need = replace(need, cache=base.cache, buffers=need.buffers + need.cache - base.cache)
+        return PhaseMemory(f"{name} scoring", need, self.machine)
 
     def _generation(self, plan: StepPlan, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
         """The phase, the part of its memory that stays in other phases, and the completions decoded at once."""
@@ -237,6 +268,21 @@ class MemoryModel:
             alike=config.learned_per_prompt,
             image_tokens=prefix,
         )
+
+
+def _questions(rollout: RolloutConfig, judge: JudgeConfig) -> RolloutConfig:
+    """The questions of a step to a judge, as prompts of a rollout."""
+    n = rollout.sampling.n
+    answers, questions = {"score": (1, n), "rank_group": (n, 1), "pairwise": (2, math.comb(n, 2))}[judge.mode]
+    if judge.against_column:
+        questions = n
+    orders = 2 if judge.both_orders and answers > 1 else 1
+    return RolloutConfig(
+        prompts_per_step=rollout.prompts_per_step * max(1, questions) * orders,
+        max_prompt_tokens=rollout.max_prompt_tokens + answers * rollout.sampling.max_new_tokens + _RUBRIC_TOKENS,
+        sampling=SamplingParams(max_new_tokens=judge.in_run.max_new_tokens),
+        cuda_graphs=False,
+    )
 
 
 def _between(one: MemoryUse, most: MemoryUse, rows: int, most_rows: int) -> MemoryUse:

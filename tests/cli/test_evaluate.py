@@ -159,6 +159,18 @@ def test_an_endpoint_is_asked_in_both_orders(
         assert found["results"]["agreement"] == 1
 
 
+def test_a_judge_in_this_process_gives_each_model_what_the_other_loses(
+    tmp_path: Path, model_folder: Path, other_folder: Path, prompts: Path, measured: Measured
+) -> None:
+    """Catches a judge that is loaded as the model that it judges, or that is asked as one."""
+    judge = save_tiny(tmp_path / "judge", tiny_model(3, max_position_embeddings=8192))
+    more = f"--data {prompts} --judge.path {judge} --judge.explain false --sampling.max_new_tokens 6 --against"
+    there = measured(f"{model_folder} {more} {other_folder}")["results"]
+    back = measured(f"{other_folder} {more} {model_folder}")["results"]
+    assert there["requests"] == 12 and there["without a verdict"] == 0
+    assert (there["wins"], there["ties"], there["losses"]) == (back["losses"], back["ties"], back["wins"])
+
+
 def test_the_judge_of_a_reward_evaluates_with_its_section(
     model_folder: Path, other_folder: Path, prompts: Path, measured: Measured, tmp_path: Path
 ) -> None:
@@ -252,7 +264,11 @@ def test_estimates() -> None:
         ),
         ("--data {data} --judge.url http://h/v1", "judge goes with win_rate and --against, got the section judge"),
         ("--data {data} --against x --judge.model a --judge.rubric b", "a reward model as judge has no other keys"),
-        ("--data {data} --against x --judge.path a", "unknown option --judge.path: serve it with `hybrid-rlhf serve"),
+        (
+            "--data {data} --against x --judge.path a --judge.model b",
+            "a reward model as judge has no other keys, got p",
+        ),
+        ("--data {data} --against x --judge.path a/b/c", "a model must be a folder, a .gguf file or a hub name, a/b/c"),
     ],
 )
 def test_mistakes_are_one_line(

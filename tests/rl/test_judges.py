@@ -332,8 +332,9 @@ def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, caplog
 def test_a_judge_that_does_not_answer_or_reads_no_images_is_refused_at_the_start() -> None:
     config = RewardComponentConfig(judge={"url": "http://127.0.0.1:9/v1", "retries": 0})
     unused: Any = None
+    parts = {"load_tokenizer": unused, "build_engine": unused, "build_judge": unused}
     build: Any = lambda **more: build_reward(  # noqa: E731
-        [config], solo_world(CPU), tokenizer=unused, resolve=str, load_tokenizer=unused, build_engine=unused, **more
+        [config], solo_world(CPU), tokenizer=unused, resolve=str, **parts, **more
     )
     with user_error("judge judge must answer, http://127.0.0.1:9/v1 cannot be reached .*: check its url and key"):
         build()

@@ -50,8 +50,8 @@ def named_models(config: Any) -> Iterator[tuple[str, str]]:
     if teacher := getattr(getattr(config, "distill", None), "teacher", None):
         yield "distill.teacher", teacher
     for component in config.reward.named if hasattr(config, "reward") else ():
-        if component.model is not None:
-            yield "reward.components", component.model
+        if path := component.model or component.judge_path:
+            yield "reward.components", path
 
 
 def _require_config(folder: Path, shown: str) -> None:

@@ -11,13 +11,14 @@ import torch
 
 from hybrid_rlhf.cli.saved_models.evaluation.completing import complete, read_prompts
 from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement, wilson
-from hybrid_rlhf.cli.saved_models.loading import Place, find_model, load_scorer
+from hybrid_rlhf.cli.saved_models.loading import Place, engine_at, find_model, load_scorer
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.data.rows.formats import PromptRow
 from hybrid_rlhf.rl.rewards.components import CompletionTexts
 from hybrid_rlhf.rl.rewards.judge import JudgeReward
+from hybrid_rlhf.rl.rewards.local_model import LocalModel
 from hybrid_rlhf.runtime.observability.logs import logger
 
 
@@ -27,11 +28,12 @@ def win_rate(config: EvaluateConfig) -> Measurement:
     Raises:
         UserError: when the judge does not answer, or fails for too many prompts.
     """
-    judge: Place | JudgeReward = (
-        JudgeReward(RewardComponentConfig(judge=config.judge, on_failure="zero"), device=torch.device("cpu"))
-        if config.judge.url
-        else find_model(config, config.judge.model)
-    )
+    judge: Place | JudgeReward
+    if config.judge.model is not None:
+        judge = find_model(config, config.judge.model)
+    else:
+        component = RewardComponentConfig(judge=config.judge, on_failure="zero")
+        judge = JudgeReward(component, device=torch.device("cpu"), local=_local(config))
     prompts = read_prompts(config)
     with_images = next((where for where, row in prompts if row.images), None)
     if with_images is not None:
@@ -59,6 +61,14 @@ def win_rate(config: EvaluateConfig) -> Measurement:
             for row, our_text, their_text, outcome in zip(rows, ours, theirs, outcomes, strict=True)
         ],
     )
+
+
+def _local(config: EvaluateConfig) -> LocalModel | None:
+    """The judge in this process, which is loaded after the models that it judges; None for a server."""
+    if config.judge.path is None:
+        return None
+    place = find_model(config, config.judge.path)
+    return LocalModel(config.judge, lambda: engine_at(place, kv_cache_gib=None))
 
 
 def _rewarded(place: Place, rows: Sequence[PromptRow], ours: Sequence[str], theirs: Sequence[str]) -> list[float]:
