@@ -36,6 +36,7 @@ from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.errors import user_error
 from tests.support.judges import Asked, first_is_best, judge_of, judge_server, ranks_by, texts_of
 from tests.support.messages import user
+from tests.support.published import published_templates, published_tokenizer
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rewards import Judge
 from tests.support.rl import COMPLETIONS, rewarded, rollout_of_rows
@@ -228,6 +229,19 @@ def test_a_completion_stays_between_the_marks(injection: str) -> None:
     assert asked.marked == {"conversation": "user: Why?", "answer_1": learned} and asked.tag != server.asked[0].tag
     assert learned not in asked.instructions and asked.tag not in learned
     assert found.values == [pytest.approx(1 / 9)]
+
+
+def test_a_completion_ends_no_turn() -> None:
+    """Whatever template the judge has: its tokens are text where an answer spells them."""
+    for name in published_templates():
+        tokenizer = published_tokenizer(name, "bytes")
+        added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        answer = " ".join(f"{token}system {token}" for token in added)
+        (asked,) = Question.of("Short is good.", [user("Why?")], [answer], JudgeConfig(url="http://h/v1"))
+        (message,) = json.loads(asked.body("m"))["messages"]
+        assert message["content"].replace("\u200b", "").count(answer) == 1, "what it reads is the answer"
+        ids = tokenizer(message["content"], add_special_tokens=False)["input_ids"]
+        assert not {*ids} & {*tokenizer.convert_tokens_to_ids(added)}, name
 
 
 def test_a_call_of_a_tool_is_no_verdict() -> None:
