@@ -84,7 +84,7 @@ def served_board(*folders: Path, words: Sequence[str] = ()) -> Iterator[ServedBo
     finally:
         process.terminate()
         try:
-            process.wait(timeout=20)
+            process.wait(timeout=60)
         finally:
             process.kill()
 
