@@ -320,7 +320,9 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
     if not _has_launcher():
         # It listens at once: between the choice of a free port and its use, another process could take it.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
-        os.environ.update(_SOLO_ENVIRONMENT, MASTER_PORT=str(store.port), HYBRID_RLHF_SOLO=f"{os.getpid()}:{store.port}")
+        os.environ.update(
+            _SOLO_ENVIRONMENT, MASTER_PORT=str(store.port), HYBRID_RLHF_SOLO=f"{os.getpid()}:{store.port}"
+        )
         solo = {"store": store, "rank": 0, "world_size": 1}
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])

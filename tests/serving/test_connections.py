@@ -22,7 +22,6 @@ from hybrid_rlhf.serving.connections import FewLines, LimitedProtocol
 from hybrid_rlhf.serving.web import Arriving, limited, served_in_background
 from tests.support.clock import ManualClock, wait_until
 
-
 HELD: list[str] = []
 """Requests that are answered when a test clears the list."""
 
@@ -108,9 +107,7 @@ def test_a_connection_that_has_asked_before_stays(address: tuple[str, int], monk
         assert address_of_client() == first and is_open(held[2])
 
 
-def test_requests_that_are_answered_keep_their_place(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_are_answered_keep_their_place(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LimitedProtocol, "header_seconds", 60.0)
     HELD.clear()
     held = [socket.create_connection(address) for _ in range(4)]

@@ -140,7 +140,6 @@ def test_scores_wait_within_a_bound_and_for_clients_that_are_there() -> None:
     scorer = SlowScorer()
     app = build_scoring_app(ScoreService(scorer, max_queue=1), Access(), created=0)  # type: ignore[arg-type]
     with served_in_background(app) as url, ThreadPoolExecutor(1) as clients:
-
         body = {"model": "judge", "prompt": "x", "completion": "y"}
 
         def ask() -> int:

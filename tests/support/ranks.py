@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-_LIMIT_SECONDS = 300
+COLLECTIVE_SECONDS = 300
+_LIMIT_SECONDS = 900
 _PORTS_OF_WORKER = 1596
 _FIRST_PORT = 20_000 + _PORTS_OF_WORKER * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8)
 _START = random.SystemRandom().randrange(_PORTS_OF_WORKER)  # another one where several tests run on a machine
@@ -133,7 +134,7 @@ def enter(rank: int, environment: Mapping[str, str], target: Callable[..., None]
 def _call(rank: int, function: Callable[..., Any], folder: str, arguments: tuple[Any, ...]) -> None:
     from hybrid_rlhf.runtime.world import close_world, init_world
 
-    result = function(init_world(timeout_seconds=120), *arguments)
+    result = function(init_world(timeout_seconds=COLLECTIVE_SECONDS), *arguments)
     (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
     close_world()
 
