@@ -148,9 +148,10 @@ def test_scores_wait_within_a_bound_and_for_clients_that_are_there() -> None:
         running = clients.submit(ask)
         wait_until(lambda: len(scorer.encoded) == 1)
         content = json.dumps(body).encode()
-        head = f"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+        head = "POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(content)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as leaves:
-            leaves.sendall(f"{head}\r\n\r\n".encode() + content)
+            leaves.sendall(head.encode() + content)
             wait_until(lambda: len(scorer.encoded) == 2)
             assert ask() == 429
         wait_until(lambda: 'path="/score",status="499"' in httpx2.get(f"{url}/metrics").text)
