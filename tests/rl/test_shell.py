@@ -93,6 +93,7 @@ def test_what_ends_an_episode_is_told(started: Callable[..., Shell]) -> None:
     assert shell.step(call("echo here")).observation == "here"
     assert shell._container is not None
     shell._container._remove()
+    shell._container._process.wait(60)  # all processes have ended
     observation, reward, done = shell.step(call("echo here"))
     assert (reward, done) == (0.0, True) and "the container of a shell has ended" in str(observation)
 
