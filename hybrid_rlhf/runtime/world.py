@@ -25,7 +25,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.host_memory import keep_freed_memory
@@ -316,9 +315,15 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
     Raises:
         UserError: when the host has more ranks than GPUs.
     """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    solo: dict[str, Any] = {}
     if not _has_launcher():
-        port = str(get_free_port())
-        os.environ.update(_SOLO_ENVIRONMENT, MASTER_PORT=port, HYBRID_RLHF_SOLO=f"{os.getpid()}:{port}")
+        # It listens at once: between the choice of a free port and its use, another process could take it.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+        os.environ.update(
+            _SOLO_ENVIRONMENT, MASTER_PORT=str(store.port), HYBRID_RLHF_SOLO=f"{os.getpid()}:{store.port}"
+        )
+        solo = {"store": store, "rank": 0, "world_size": 1}
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -338,14 +343,13 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
         # The ranks of a host share its cores; by default torch uses all of them in each rank.
         if "OMP_NUM_THREADS" not in os.environ or local_size > 1:
             torch.set_num_threads(threads_per_rank(local_size))
-    timeout = datetime.timedelta(seconds=timeout_seconds)
     # DeepSpeed creates groups without a time limit of their own; NCCL's default is ten minutes.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     if not dist.is_initialized():
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
             timeout=timeout,
-            **(_store_after_restart(rank, size, timeout) if restart_count() and local_size == size else {}),
+            **(solo or (_store_after_restart(rank, size, timeout) if restart_count() and local_size == size else {})),
             device_id=device if device.type == "cuda" else None,
         )
     return World(rank, size, local_rank, local_size, device, dist.group.WORLD)

@@ -13,7 +13,7 @@ from tests.support.clock import wait_until
 
 def ended(board: ServedBoard, job: str) -> dict[str, Any]:
     """A job once it has ended."""
-    wait_until(lambda: board.get(f"/api/jobs/{job}")["state"] != "running", f"the end of job {job}", seconds=240)
+    wait_until(lambda: board.get(f"/api/jobs/{job}")["state"] != "running", f"the end of job {job}", seconds=900)
     return dict(board.get(f"/api/jobs/{job}"))
 
 

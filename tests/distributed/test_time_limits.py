@@ -23,7 +23,7 @@ from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec
 from tests.support.families import EXPERT_VARIANTS, variant
 from tests.support.placements import ZERO_3, PlacementTrial, placement_workspace, run_words
-from tests.support.ranks import run_main, run_ranks
+from tests.support.ranks import COLLECTIVE_SECONDS, run_main, run_ranks
 from tests.support.tiny import save_tiny
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def engines(world: World, dense: Path, experts: Path) -> dict[str, float]:
 def test_groups_of_engines(model_folder: Path, tmp_path: Path) -> None:
     save_tiny(tmp_path / "experts", variant(EXPERT_VARIANTS[0]))
     for limits in run_ranks(engines, 2, tmp_path, model_folder, tmp_path / "experts"):
-        assert len(limits) >= 3 and set(limits.values()) == {120.0}, limits
+        assert len(limits) >= 3 and set(limits.values()) == {COLLECTIVE_SECONDS}, limits
 
 
 @pytest.mark.slow

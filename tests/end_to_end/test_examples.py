@@ -48,7 +48,7 @@ def test_an_example_runs(file: Path, model_folder: Path, tmp_path: Path) -> None
     options = ["--sft_steps", "2", "--rl_steps", "1"] if file == SHAPES else ["--model", str(model_folder)]
     process = FORKSERVER.Process(target=run_file, args=(file, tmp_path / "out", options))
     process.start()
-    process.join(300)
+    process.join(900)
     assert process.exitcode == 0
     lines = [json.loads(line) for path in tmp_path.rglob("metrics.jsonl") for line in path.read_text().splitlines()]
     assert any(name.endswith(("/loss", "loss/policy")) for line in lines for name in line)

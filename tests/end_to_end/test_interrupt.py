@@ -36,7 +36,7 @@ def signalled(line: list[str], number: int = signal.SIGINT) -> tuple[int, str]:
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=600)[0]
     return process.returncode, said
 
 

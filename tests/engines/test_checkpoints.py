@@ -273,7 +273,7 @@ def test_beside_training_what_is_written_is_what_was(tmp_path: Path, monkeypatch
     from hybrid_rlhf.engines.saved import checkpoints
 
     real = checkpoints.save_file
-    monkeypatch.setattr(checkpoints, "save_file", lambda *arguments: (go.wait(10), real(*arguments)))
+    monkeypatch.setattr(checkpoints, "save_file", lambda *arguments: (go.wait(60), real(*arguments)))
     saving.save(LoopState(1, {}))
     with torch.no_grad():
         state.weight.zero_()

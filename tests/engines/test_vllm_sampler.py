@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -138,11 +137,11 @@ def own(python: Path) -> RolloutConfig:
 
 
 def children() -> set[int]:
-    """Processes of fake servers that are alive."""
+    """Fake servers of this process that are alive."""
     return {
         process.pid
-        for process in psutil.process_iter(["cmdline", "status"])
-        if "tests.support.vllm_server" in (process.info["cmdline"] or []) and process.info["status"] != "zombie"
+        for process in psutil.Process().children()
+        if process.status() != "zombie" and "tests.support.vllm_server" in process.cmdline()
     }
 
 
@@ -190,8 +189,13 @@ def test_a_killed_run_leaves_no_server_and_no_weights(tmp_path: Path) -> None:
     parent = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
     assert parent.stdout is not None
     folder = Path(parent.stdout.readline().strip())
-    time.sleep(0.5)
-    started = [child for child in psutil.Process(parent.pid).children() if "600" in child.cmdline()]
+    started: list[psutil.Process] = []
+
+    def has_server() -> bool:
+        started[:] = [child for child in psutil.Process(parent.pid).children() if "600" in child.cmdline()]
+        return bool(started)
+
+    wait_until(has_server, "the start of the server")
     assert folder.is_dir() and len(started) == 1
     parent.send_signal(signal.SIGKILL)
     parent.wait()

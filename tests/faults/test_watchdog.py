@@ -25,6 +25,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.command_line import user_errors
 from hybrid_rlhf.runtime.liveness import heartbeats
+from hybrid_rlhf.runtime.liveness import watchdog as watchdog_module
 from hybrid_rlhf.runtime.liveness.heartbeats import HeartbeatChannel
 from hybrid_rlhf.runtime.liveness.stall_report import RankReport, diagnose
 from hybrid_rlhf.runtime.liveness.watchdog import EXIT_CODE, Watchdog
@@ -130,7 +131,7 @@ def one_stalls(world: World, watchdog: Watchdog) -> None:
 def test_a_stalled_rank_is_named_with_its_line(start: Start) -> None:
     job = start(one_stalls, ranks=3)
     job.wait_for("ready")
-    assert job.codes(within_seconds=LIMIT_SECONDS + 5) == [EXIT_CODE] * 3
+    assert job.codes(within_seconds=60) == [EXIT_CODE] * 3
     stalled, waits = line_of(slow_reward, "sleep"), line_of(one_stalls, "all_reduce")
     (error,) = [line for line in job.stderr(0).splitlines() if line.startswith("error: ")]
     assert error.startswith("error: rank 1 is stalled: in scoring of step 12 since ")
@@ -154,7 +155,7 @@ def a_thread_stalls(world: World, watchdog: Watchdog) -> None:
 
 def test_the_line_of_a_thread_is_named_if_the_main_thread_waits_for_it(start: Start) -> None:
     job = start(a_thread_stalls)
-    assert job.codes(within_seconds=30) == [EXIT_CODE] * 2
+    assert job.codes(within_seconds=60) == [EXIT_CODE] * 2
     assert f"at {line_of(slow_reward, 'sleep')} (not in a collective); rank 0 waits for it in barrier" in job.stderr(0)
 
 
@@ -177,7 +178,7 @@ def test_a_death_ends_the_others(start: Start, dead: int, work: Work) -> None:
     began = time.monotonic()
     job.processes[dead].kill()
     others = [rank for rank in range(3) if rank != dead]
-    assert job.codes(of=others, within_seconds=30) == [EXIT_CODE] * 2
+    assert job.codes(of=others, within_seconds=60) == [EXIT_CODE] * 2
     print(f"ended {time.monotonic() - began:.2f} s after the death")
     reporter = min(others)
     assert job.stderr(reporter).startswith(f"error: rank {dead} ({socket.gethostname()}) died in scoring of step 12; ")
@@ -198,10 +199,10 @@ def test_a_rank_that_does_not_respond_is_named(start: Start) -> None:
         os.kill(job.processes[rank].pid or 0, signal.SIGSTOP)
     why = "does not respond (stopped, or in C code that holds the interpreter lock); "
     for rank, job in enumerate(frozen):
-        assert job.codes(of=[1 - rank], within_seconds=30) == [EXIT_CODE]
+        assert job.codes(of=[1 - rank], within_seconds=60) == [EXIT_CODE]
         assert f"error: rank {rank} {why}rank {1 - rank} waits for it at " in job.stderr(1 - rank)
         assert line_of(sleeps, "time.sleep") in job.stderr(1 - rank)
-    assert holding.codes(within_seconds=30) == [EXIT_CODE, 1]
+    assert holding.codes(within_seconds=60) == [EXIT_CODE, 1]
     assert f"error: rank 1 {why}rank 0 waits for it in barrier" in holding.stderr(0)
     assert "holds_the_interpreter" in holding.stacks(1), "written by faulthandler's C thread"
 
@@ -232,19 +233,22 @@ def one_fails(world: World, watchdog: Watchdog) -> None:
 )
 def test_a_user_error_ends_all_ranks_and_is_printed_once(start: Start, work: Work, error: str) -> None:
     job = start(work, ranks=3, limit_seconds=600)
-    assert job.codes(within_seconds=15) == [2, 2, 2]
+    assert job.codes(within_seconds=60) == [2, 2, 2]
     assert [job.stderr(rank) for rank in range(3)] == [error, "", ""]
 
 
 def test_only_the_failing_rank_prints_a_traceback(start: Start) -> None:
     job = start(one_fails, ranks=3, limit_seconds=600)
-    assert job.codes(within_seconds=15) == [EXIT_CODE, 1, EXIT_CODE]
+    assert job.codes(within_seconds=60) == [EXIT_CODE, 1, EXIT_CODE]
     assert "Traceback" in job.stderr(1) and job.stderr(1).rstrip().endswith("ZeroDivisionError: a bug")
     assert job.stderr(0) == "error: rank 1 stopped: ZeroDivisionError: a bug\n" and job.stderr(2) == ""
 
 
 def works(world: World, watchdog: Watchdog) -> None:
+    ahead = 0.0
+    watchdog_module.time = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead)  # type: ignore[assignment]
     for step in range(1, 25):
+        ahead += 100  # by which all steps last longer than the limit
         watchdog.begin_step(step)
         watchdog.enter_phase("training")
         world.all_reduce(torch.ones(1))
@@ -254,15 +258,15 @@ def works(world: World, watchdog: Watchdog) -> None:
 
 
 def test_a_successful_run_leaves_no_files(start: Start) -> None:
-    job = start(works, ranks=3, limit_seconds=1.5)
-    assert job.codes(within_seconds=30) == [0, 0, 0]
+    job = start(works, ranks=3, limit_seconds=600)
+    assert job.codes(within_seconds=60) == [0, 0, 0]
     assert [job.stderr(rank) for rank in range(3)] == ["", "", ""]
     assert not (job.folder / "stacks").exists()
 
 
 def forks_a_child(world: World, watchdog: Watchdog) -> None:
     if world.rank == 1 and os.fork() == 0:
-        time.sleep(20)
+        time.sleep(120)
         os._exit(0)
     sleeps(world, watchdog)
 
@@ -271,7 +275,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(start: Start) -> None:
     job = start(forks_a_child, limit_seconds=600)
     job.wait_for("ready")
     job.processes[1].kill()
-    assert job.codes(of=[0], within_seconds=10) == [EXIT_CODE]
+    assert job.codes(of=[0], within_seconds=60) == [EXIT_CODE]
 
 
 @pytest.mark.slow

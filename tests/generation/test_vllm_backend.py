@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,7 +152,7 @@ def test_a_paused_batch_goes_on_from_its_tokens(model_folder: Path) -> None:
     own.maker.stop_token_ids = frozenset()
     greedy = SamplingParams(max_new_tokens=20, temperature=0.0)
     expected = [completion.token_ids for (completion,) in own.generate(PROMPTS, greedy)]
-    with fake_vllm(model_folder, token_seconds=0.2) as fake, fake_vllm(model_folder, token_seconds=0.2) as lost:
+    with fake_vllm(model_folder, token_seconds=0.5) as fake, fake_vllm(model_folder, token_seconds=0.5) as lost:
         engine = engine_of(fake, lost, requests_per_server=1)
         completions = {}
         done = threading.Event()
@@ -168,14 +167,14 @@ def test_a_paused_batch_goes_on_from_its_tokens(model_folder: Path) -> None:
         with engine.open(rows=4, max_tokens=64) as batch:
             submission = batch.submit(PromptBatch(PROMPTS, greedy), deliver)
             wait_until(lambda: len(fake.bodies) == len(lost.bodies) == 1)
-            time.sleep(0.5)
+            wait_until(lambda: min(fake.tokens, lost.tokens) >= 2)
             lost.intercept = lambda body: (0, None)  # hangs up from now on
             with batch.paused():
                 so_far = [len(batch.completions(submission)[place, 0].token_ids) for place in range(len(PROMPTS))]
                 assert len(fake.bodies) == 1, "nothing is sent meanwhile"
                 fake.token_seconds = lost.token_seconds = 0.0
                 batch.renew(7, recompute=True)
-            assert done.wait(30)
+            assert done.wait(60)
         assert fake.calls.count("/pause") == fake.calls.count("/resume") == 1
         assert any(body["prompt"][: len(PROMPTS[0])] == PROMPTS[0] for body in fake.bodies[1:])
     assert 0 < so_far[0] < 20 and so_far[2] == 0, "two ran, the third waited"
@@ -185,11 +184,19 @@ def test_a_paused_batch_goes_on_from_its_tokens(model_folder: Path) -> None:
 
 
 def test_a_closed_engine_stops_while_it_waits(model_folder: Path) -> None:
-    with fake_vllm(model_folder, delay_seconds=3.0) as fake:
+    with fake_vllm(model_folder) as fake:
         engine = engine_of(fake)
-        threading.Timer(0.2, engine.close).start()
+        ended = threading.Event()
+
+        def close(body: dict[str, Any]) -> tuple[int, None]:
+            engine.close()
+            assert ended.wait(60)
+            return 0, None  # it hangs up: to load its model would take its time beside the next test
+
+        fake.intercept = close
         with pytest.raises(RuntimeError, match="closed while it generated"):
             engine.generate(PROMPTS[:1], GREEDY)
+        ended.set()
 
 
 def test_another_kind_of_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,27 @@ def test_tables_of_positions_are_known(family: str, rotary: str | None, limit: i
     if rotary is not None:
         settings["rope_parameters"] = {"rope_type": rotary, "rope_theta": 1e4, "factor": 4.0}
     assert position_limit(build_model(family, **settings)) == limit
+
+
+def test_threads_load_models_one_after_another(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once left transformers' classes without the method that ties weights: later models had no head."""
+    running, most = list[int](), list[int]()
+    build = AutoModelForCausalLM.from_pretrained
+
+    def counted(*given: Any, **named: Any) -> Any:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.05)
+        try:
+            return build(*given, **named)
+        finally:
+            running.pop()
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
+    with ThreadPoolExecutor(4) as threads:
+        models = [loaded[0] for loaded in threads.map(load, [model_folder] * 4)]
+    assert most == [1] * 4
+    assert all(torch.equal(model(IDS).logits, models[0](IDS).logits) for model in models)
 
 
 def test_saved_models_load_with_the_auto_classes_and_are_equal(model_folder: Path, tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_slurm_asks_the_rank_of_the_run_folder_for_a_checkpoint(
     lock.parent.mkdir(parents=True)
     srun.write_text(
         f"#!/bin/bash\ntrap 'exit 7' USR1\necho $$ host > '{lock}.new' && mv '{lock}.new' '{lock}'\n"
-        "for i in {1..200}; do sleep 0.1; done\n"
+        "for i in {1..1200}; do sleep 0.1; done\n"
     )
     srun.chmod(0o755)
     environment = {**os.environ, "PATH": f"{srun.parent}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "2"}
@@ -265,7 +265,7 @@ def test_slurm_asks_the_rank_of_the_run_folder_for_a_checkpoint(
     with subprocess.Popen(command, cwd=tmp_path, env=environment) as job:
         wait_until(lock.exists)
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=15) == 7
+        assert job.wait(timeout=60) == 7
 
 
 @pytest.mark.parametrize(

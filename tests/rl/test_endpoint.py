@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 import threading
@@ -19,7 +20,7 @@ from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.runtime.world import World
 from tests.support.errors import user_error
 from tests.support.programs import PROMPTS, SAMPLING, client_of, play_numbered
-from tests.support.ranks import run_main
+from tests.support.ranks import free_ports, run_main
 from tests.support.runs import rl_line
 from tests.support.steps import write_rows
 from tests.support.tiny import tiny_tokenizer
@@ -88,8 +89,8 @@ def test_the_address_of_programs_is_that_of_the_config(
     world: World, build_program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLAY_KEY", "a-key")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)):
         sampling = replace(SAMPLING, endpoint=EndpointConfig(port=port, api_key="${PLAY_KEY}"))
         with user_error(f"got 127.0.0.1:{port} .*in use"):
             build_program(ask_once, sampling=sampling)
@@ -112,8 +113,8 @@ def test_the_address_of_programs_is_that_of_the_config(
 @pytest.mark.slow
 def test_only_ranks_that_sample_have_an_address(tmp_path: Path, model_folder: Path) -> None:
     """A run whose first port, of the rank that trains, is another's."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    port = next(port for port, following in itertools.pairwise(free_ports(9)) if following == port + 1)
+    with socket.create_server(("127.0.0.1", port)):
         more = f"--algorithm grpo --environment.program {__name__}:ask_once --logging.sinks []".split()
         more += f"--placement separation --rollout.endpoint.port {port} --rollout.sampling.n 2".split()
         rows = write_rows(tmp_path / "rows.jsonl")

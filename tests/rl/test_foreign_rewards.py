@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from hybrid_rlhf.rl.rewards.components import CompletionTexts
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from tests.support.errors import user_error
+from tests.support.servers import json_server
 
 TEXTS = CompletionTexts(
     [[{"role": "user", "content": "1 + 1"}], [{"role": "user", "content": "2 + 2"}]],
@@ -59,25 +58,15 @@ def test_functions_of_other_systems_score_as_there() -> None:
 
 
 def test_a_remote_reward_model_of_openrlhf() -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            rewards = reward_func(given["query"], given["prompts"], given["labels"]).tolist()
-            body = json.dumps({"rewards": rewards, "scores": [9] * len(rewards)}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(method: str, path: str, body: bytes) -> tuple[int, Any]:
+        given = json.loads(body)
+        rewards = reward_func(given["query"], given["prompts"], given["labels"]).tolist()
+        return 200, {"rewards": rewards, "scores": [9] * len(rewards)}
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    config = RewardComponentConfig(urls=(f"http://127.0.0.1:{server.server_port}/get_reward",), protocol="openrlhf")
     labelled = CompletionTexts(TEXTS.prompts, TEXTS.completions, {"label": ["2", "4"]})
-    component = EndpointReward(config, device=torch.device("cpu"))
-    try:
-        assert component.score(labelled).values == [1.0, 0.0]
-    finally:
-        server.shutdown()
+    with json_server(answer) as url:
+        config = RewardComponentConfig(urls=(f"{url}/get_reward",), protocol="openrlhf")
+        assert EndpointReward(config, device=torch.device("cpu")).score(labelled).values == [1.0, 0.0]
 
 
 def test_functions_of_a_script_have_weights() -> None:

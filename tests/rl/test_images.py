@@ -7,10 +7,8 @@ import io
 import json
 import pickle
 import signal
-import threading
 import tracemalloc
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ from hybrid_rlhf.runtime.observability.token_records import TokenRecords
 from tests.support.errors import user_error
 from tests.support.faults import Point, run_step
 from tests.support.marks import faults, slow
+from tests.support.servers import json_server
 from tests.support.steps import MODULES, run_outputs, words, write_lines
 from tests.support.tiny import save_tiny, tiny_scorer
 from tests.support.vision import build_vision, picture, save_vision, vision_tokenizer
@@ -357,17 +356,10 @@ def test_rows_in_flight_have_no_bytes(tmp_path: Path) -> None:
 def test_an_endpoint_gets_the_parts_of_openai() -> None:
     asked: list[Any] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            body = json.dumps({"scores": [1.0] * len(asked[0]["prompts"])}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(method: str, path: str, body: bytes) -> tuple[int, Any]:
+        asked.append(json.loads(body))
+        return 200, {"scores": [1.0] * len(asked[0]["prompts"])}
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     pictures = [picture(1), picture(2)]
     images = [read_reference(png(image), "image", folder=None, max_pixels=2**20) for image in pictures]
     texts = CompletionTexts(
@@ -376,11 +368,9 @@ def test_an_endpoint_gets_the_parts_of_openai() -> None:
         {},
         [images, []],
     )
-    config = RewardComponentConfig(urls=(f"http://127.0.0.1:{server.server_port}/score",))
-    try:
-        found = EndpointReward(config, device=torch.device("cpu")).score(texts)
-    finally:
-        server.shutdown()
+    with json_server(answer) as url:
+        component = EndpointReward(RewardComponentConfig(urls=(f"{url}/score",)), device=torch.device("cpu"))
+        found = component.score(texts)
     assert found.values == [1.0, 1.0]
     (first,), (second,) = asked[0]["prompts"]
     assert second == {"role": "user", "content": "a text <image>"}

@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -410,7 +411,7 @@ def test_episodes_begin_before_their_step(
     assert 0 < max(lags) <= 2
 
 
-def test_a_time_slice_finishes_half_of_the_turns_that_have_begun() -> None:
+def test_a_time_slice_finishes_half_of_the_turns_that_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = GenerationEngine.from_model(tiny_model(max_position_embeddings=2048), stop_token_ids=[])
     takes_turns: Any = SimpleNamespace(generation_world=solo_world(torch.device("cpu")), samples_while_training=False)
     config = RolloutConfig(max_prompt_tokens=8, sampling=SamplingParams(max_new_tokens=1500))
@@ -418,11 +419,26 @@ def test_a_time_slice_finishes_half_of_the_turns_that_have_begun() -> None:
         PromptBatch([[5, 6]], SamplingParams(max_new_tokens=count, seed=1)) for count in (1, 100, 1500)
     )
     live = LiveBatch(takes_turns, config, stop={}, rows=3, environments=None)
+    waits, told = threading.Event(), threading.Event()
+
+    def held(opened: threading.Event, most: int) -> Any:
+        """Takes so many tokens before an event; else a turn may end before this thread goes on."""
+        taken = list[Any]()
+
+        def take(tokens: list[Any]) -> None:
+            taken.extend(tokens)
+            assert len(taken) <= most or opened.wait(60)
+
+        return take
+
     with live.decoding(engine):
-        turns = [live.submit(turn, lambda tokens: None) for turn in (second, third)]
         live.wait(live.submit(first, lambda tokens: None))
+        turns = [live.submit(second, held(waits, 10)), live.submit(third, held(told, 200))]
+        wait_for = live._changed.wait_for
+        monkeypatch.setattr(live._changed, "wait_for", lambda holds: (waits.set(), wait_for(holds)))
         live.finish_turns()
         assert [turn.is_finished for turn in turns] == [True, False]
+        told.set()
 
 
 # -- the loss

@@ -111,7 +111,7 @@ def test_calls_have_a_time_limit(servers: dict[str, Any]) -> None:
     begin = time.monotonic()
     slow, fast = play(servers, call("wait"), call("add", number=1))
     assert slow[0].startswith("[wait fails: ") and "ime" in slow[0] and fast.done is False
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 50, "the tool takes 60 seconds"
 
 
 def test_a_server_that_ends_is_no_observation(script: Path) -> None:

@@ -28,7 +28,7 @@ from tests.support.rl import chat_row
 from tests.support.steps import run_outputs, write_lines
 from tests.support.tiny import tiny_tokenizer
 
-SANDBOX = {"timeout_seconds": 2.0, "disk_gib": 0.01, "processes": 12}
+SANDBOX = {"timeout_seconds": 20.0, "disk_gib": 0.01, "processes": 12}
 TASK: dict[str, Any] = {
     "prompt": [{"role": "user", "content": "Fix add.sh."}],
     "files": {"src/add.sh": "echo $(($1 - $2))\n"},
@@ -46,8 +46,9 @@ def started() -> Iterator[Callable[..., Shell]]:
     """A function that starts an episode of a task."""
     shells: list[Shell] = []
 
-    def start(**columns: Any) -> Shell:
-        shells.append(Shell(sandbox=SANDBOX, setup="mkdir made && echo ready >made/file", pool=1))
+    def start(*, seconds: float = 20.0, **columns: Any) -> Shell:
+        sandbox = SANDBOX | {"timeout_seconds": seconds}
+        shells.append(Shell(sandbox=sandbox, setup="mkdir made && echo ready >made/file", pool=1))
         assert shells[-1].reset(TASK | columns) == TASK["prompt"]
         return shells[-1]
 
@@ -87,11 +88,12 @@ def test_the_actor_cannot_change_the_tests(started: Callable[..., Shell], attack
 
 
 def test_what_ends_an_episode_is_told(started: Callable[..., Shell]) -> None:
-    shell = started()
+    shell = started(seconds=2.0)
     assert shell.step(call("sleep 60")) == ("[it took longer than its time limit]", 0.0, False)
     assert shell.step(call("echo here")).observation == "here"
     assert shell._container is not None
     shell._container._remove()
+    shell._container._process.wait(60)  # all processes have ended
     observation, reward, done = shell.step(call("echo here"))
     assert (reward, done) == (0.0, True) and "the container of a shell has ended" in str(observation)
 
@@ -107,7 +109,7 @@ def test_episodes_share_nothing(started: Callable[..., Shell]) -> None:
 
 def test_a_run_trains_on_shells_and_leaves_none(world: World, paths: dict[str, str]) -> None:
     """Templates without tools have them in the prompt; every episode ends with its container, also one that fails."""
-    sandbox = SANDBOX | {"timeout_seconds": 3.0}
+    sandbox = SANDBOX | {"timeout_seconds": 21.0}
     settings = {"sampling": replace(SAMPLING, max_prompt_tokens=500), "options": {"sandbox": sandbox, "pool": 0}}
     parts = environment_parts(world, paths["actor"], Shell, max_turns=2, **settings)
     before = _own_containers()  # a pool of another test has some

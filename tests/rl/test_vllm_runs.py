@@ -44,7 +44,7 @@ def test_a_run_streams_from_servers_while_it_trains_on_sharded_weights(
     line += "--rollout.prompts_per_step 4 --train.max_steps 4 --algorithm rloo --actor.zero.stage 3 "
     line += "--rollout.sampling.max_new_tokens 12 --rollout.max_lag 2 --reward.components"
     reward = "[{function: 'tests/support/steps.py:brevity'}]"
-    with fake_vllm(model_folder, token_seconds=0.01) as one, fake_vllm(model_folder, token_seconds=0.12) as other:
+    with fake_vllm(model_folder, token_seconds=0.01) as one, fake_vllm(model_folder, token_seconds=0.3) as other:
         run_main(MODULES["ppo"], 2, [*line.split(), reward, *urls_of(one, other)])
         assert not one.paused and not other.paused
     rows = [row for row in read_metrics(run) if "rollout/updates" in row]

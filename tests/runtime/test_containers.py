@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
@@ -22,10 +22,10 @@ from hybrid_rlhf.runtime.sandbox.docker import DockerSandbox
 from hybrid_rlhf.runtime.sandbox.local import Isolation
 from tests.support.clock import wait_until
 from tests.support.errors import user_error
-from tests.support.sandboxes import IN_NAMESPACES, PYTHON, SMALL, sandbox_of
+from tests.support.sandboxes import IN_NAMESPACES, PYTHON, SMALL, processes_of, sandbox_of
 
 pytestmark = pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs util-linux")
-LIMITS = SMALL | {"timeout_seconds": 2.0, "output_bytes": 400}
+LIMITS = SMALL | {"output_bytes": 400}
 FAKE = f"""#!{sys.executable}
 # The client of Docker or podman, whose containers are those of this machine's sandbox: it records the words of each
 # call, `run` opens a container, `exec` enters it with the words that are stored for it, and `rm` ends `run`.
@@ -86,10 +86,6 @@ def container(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, t
     opened.close()
 
 
-def processes_of(mark: str) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])]
-
-
 def test_the_state_of_a_shell_stays(container: Container) -> None:
     container.write({"in/a file": "é"})
     for command, output, failure in (
@@ -129,10 +125,13 @@ def test_a_command_that_hangs_or_ends_the_shell_leaves_files_and_no_process(
     container: Container, command: str, failure: str
 ) -> None:
     container.shell("echo kept >file; x=5")
+    config = container._config
+    container._config = replace(config, timeout_seconds=2.0)
     begin = time.monotonic()
     result = container.shell(f"setsid sleep 60 & {command}")
+    container._config = config  # what follows may take longer on a slow machine
     assert result.failure is not None and result.failure.startswith(failure)
-    assert time.monotonic() - begin < 10 and ("said" not in command or result.stdout == "said\n")
+    assert time.monotonic() - begin < 50 and ("said" not in command or result.stdout == "said\n")
     assert container.shell("cat file; echo $x; ps -o stat= -C sleep | grep -vc Z").stdout == "kept\n\n0\n"
 
 

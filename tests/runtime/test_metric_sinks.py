@@ -189,23 +189,24 @@ def test_a_slow_sink_delays_no_step(tmp_path: Path, log_lines: list[str]) -> Non
     sink = SinkThread(SlowSink, TrackedRun(tmp_path))
     for step in range(3):
         sink.write(step, {"loss": 1.0})
-    assert time.monotonic() - start < 0.5
     sink.close("finished", within_seconds=0.2)
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 30, "the server answers after 60 seconds"
     SlowSink.answer.set()
     assert log_lines == ["Slow does not answer: it lacks the last 4 entries"]
 
 
 def test_a_full_queue_discards_and_counts() -> None:
-    go, done = threading.Event(), []
+    begun, go, done = threading.Event(), threading.Event(), []
 
     def handle(item: int) -> None:
-        go.wait(10)
+        begun.set()
+        assert go.wait(60)
         done.append(item)
 
     queue = BackgroundQueue(handle, name="test", on_error=lambda error: None, limit=2)
-    for item in range(10):
+    queue.put(0)
+    assert begun.wait(60), "it is no longer in the queue"
+    for item in range(1, 10):
         queue.put(item)
-        time.sleep(0.01)
     go.set()
-    assert queue.close(5) == 7 and done == [0, 1, 2]
+    assert queue.close(60) == 7 and done == [0, 1, 2]

@@ -114,7 +114,7 @@ def test_the_measurement_times_both_and_leaves_everything_as_it_was() -> None:
     state, before = torch.get_rng_state(), operations.backend()
     start = time.process_time()
     seconds = measure()
-    assert time.process_time() - start < 10, "under a second on a machine of its own; this one may be shared"
+    assert time.process_time() - start < 60, "under a second on a fast machine of its own"
     assert set(seconds) == set(operations.BACKENDS) and min(seconds.values()) > 0
     assert torch.equal(torch.get_rng_state(), state) and operations.backend() == before
 

@@ -7,7 +7,6 @@ import asyncio
 import io
 import logging
 import socket
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,19 +20,29 @@ from starlette.types import Message
 from hybrid_rlhf.serving import connections, web
 from hybrid_rlhf.serving.connections import FewLines, LimitedProtocol
 from hybrid_rlhf.serving.web import Arriving, limited, served_in_background
-from tests.support.clock import ManualClock
+from tests.support.clock import ManualClock, wait_until
+
+HELD: list[str] = []
+"""Requests that are answered when a test clears the list."""
 
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    """Of a server with four connections and half a second for headers."""
+    """Of a server with four connections and a second for headers."""
     monkeypatch.setattr(web, "raise_descriptors", lambda: 4)
-    monkeypatch.setattr(LimitedProtocol, "header_seconds", 0.5)
+    monkeypatch.setattr(LimitedProtocol, "header_seconds", 1.0)
     app = FastAPI()
 
     @app.get("/")
     async def answer() -> str:
-        await asyncio.sleep(1.0)  # longer than the headers may take
+        await asyncio.sleep(1.5)  # longer than the headers may take
+        return "answered"
+
+    @app.get("/held")
+    async def hold() -> str:
+        HELD.append("request")
+        while HELD:
+            await asyncio.sleep(0.01)
         return "answered"
 
     @app.post("/")
@@ -98,12 +107,15 @@ def test_a_connection_that_has_asked_before_stays(address: tuple[str, int], monk
         assert address_of_client() == first and is_open(held[2])
 
 
-def test_requests_that_are_answered_keep_their_place(address: tuple[str, int]) -> None:
+def test_requests_that_are_answered_keep_their_place(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitedProtocol, "header_seconds", 60.0)
+    HELD.clear()
     held = [socket.create_connection(address) for _ in range(4)]
     for connection in held:
-        connection.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-    time.sleep(0.2)
+        connection.sendall(b"GET /held HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    wait_until(lambda: len(HELD) == 4)
     assert is_closed(socket.create_connection(address))
+    HELD.clear()
     for connection in held:
         connection.settimeout(10)
         assert connection.recv(12) == b"HTTP/1.1 200"

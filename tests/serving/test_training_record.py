@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,14 +15,24 @@ from hybrid_rlhf.configs.inference import TrainServerConfig
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, METRICS_FILE
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.serving.training.record import ServiceRecord, write_settings
+from tests.support.clock import ManualClock
 from tests.support.documents import undocumented_metrics
 from tests.support.training_server import BASE, BOB, SEQUENCE, Client, training_server
 
 TRAINED = len(SEQUENCE) - 1
 
 
-def test_the_board_has_the_tenants_the_queue_and_the_throughput(tmp_path: Path) -> None:
+def test_the_board_has_the_tenants_the_queue_and_the_throughput(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens of each tenant are those of its own requests; a server that does nothing adds no lines."""
+    clock = ManualClock()
+
+    def monotonic() -> float:
+        clock.seconds += 1e-6
+        return clock.seconds
+
+    monkeypatch.setattr("hybrid_rlhf.serving.training.record.time", SimpleNamespace(monotonic=monotonic))
     with training_server(tmp_path) as (url, service):
         record = ServiceRecord(tmp_path, service.tenants, service.metrics)
         record.add_line()
@@ -30,13 +41,16 @@ def test_the_board_has_the_tenants_the_queue_and_the_throughput(tmp_path: Path) 
         bob = Client(url, BOB)
         model = alice.model()
         alice.train(model, 1, 3, rows=[SEQUENCE, SEQUENCE])
+        clock.seconds += 10
         record.add_line()
         tokens = len(bob.greedy(SEQUENCE[0], base_model=BASE))
+        clock.seconds += 4
         record.add_line()
         record.add_line()
         first, second = read_metrics(tmp_path)
         again = ServiceRecord(tmp_path, service.tenants, service.metrics)
         alice.train(model, 7, 1)
+        clock.seconds += 1
         again.add_line()
         third = read_metrics(tmp_path)[-1]
         waiting = alice.forward_backward(model, 10, [SEQUENCE] * 4)  # the command before it is missing
@@ -45,16 +59,13 @@ def test_the_board_has_the_tenants_the_queue_and_the_throughput(tmp_path: Path) 
         for request in (alice.forward_backward(model, 9), waiting):
             alice.result(request)
         fourth = read_metrics(tmp_path)[-1]
-    seconds = first["time_seconds"]
-    assert first["tenants/alice/trained_tokens_per_second"] * seconds == pytest.approx(3 * 2 * TRAINED, rel=0.2)
-    assert first["tenants/alice/requests_per_second"] * seconds == pytest.approx(1 + 6, rel=0.2)
+    assert first["tenants/alice/trained_tokens_per_second"] == pytest.approx(3 * 2 * TRAINED / 10)
+    assert first["tenants/alice/requests_per_second"] == pytest.approx((1 + 6) / 10)
     assert first["tenants/alice/models"] == 1
     assert first["tenants/bob/trained_tokens_per_second"] == 0
     assert first["perf/trained_tokens_per_second"] == first["tenants/alice/trained_tokens_per_second"]
     assert second["tenants/alice/trained_tokens_per_second"] == 0 == second["queue/waiting_tokens"]
-    assert second["tenants/bob/sampled_tokens_per_second"] * (second["time_seconds"] - seconds) == pytest.approx(
-        tokens, rel=0.2
-    )
+    assert second["tenants/bob/sampled_tokens_per_second"] == pytest.approx(tokens / 4)
     assert [first["step"], second["step"], third["step"]] == [1, 2, 3], "it continues after a restart"
     assert third["time_seconds"] >= second["time_seconds"]
     assert third["tenants/alice/trained_tokens_per_second"] > 0

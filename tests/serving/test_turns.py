@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -110,7 +111,7 @@ def test_a_batch_that_has_ended_ends_requests_that_wait() -> None:
     assert got == [[], []] and turns.unfinished == 0
 
 
-def test_a_short_request_does_not_wait_for_many_samples() -> None:
+def test_a_short_request_does_not_wait_for_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 128 completions took all rows until its end; the tokens of all are those of the engine."""
     engine = GenerationEngine.from_model(tiny_model(), tokenizer=tiny_tokenizer(), stop_token_ids=[2])
     params = {"seed": 5, "max_tokens": 60}
@@ -118,6 +119,8 @@ def test_a_short_request_does_not_wait_for_many_samples() -> None:
         with served_service(service) as url, ThreadPoolExecutor(1) as threads:
             server = Server(url)
             wanted = engine.generate([[75, 76], [77]], SamplingParams(n=10, seed=5, max_new_tokens=60))
+            deliver = service.batch._deliver
+            monkeypatch.setattr(service.batch, "_deliver", lambda new: (time.sleep(0.005), deliver(new)))
             long = threads.submit(server.complete, [[75, 76], [77]], n=10, **params)
             wait_until(lambda: service.batch.load.rows >= 3, "its first samples")
             server.complete("a", max_tokens=1)

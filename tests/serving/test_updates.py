@@ -130,8 +130,9 @@ def test_weights_change_between_requests(changing: Changing, tmp_path: Path) -> 
     changing.load("poet", "two")
     assert changing.ask() == (old[:20], "0")
     stream, ids, _ = changing.begin()
-    replaced = changing.replace_weights()
-    wait_until(lambda: not changing.updates._service.admits.is_set())
+    with changing.updates._service.batch.paused():  # else it may have ended before
+        replaced = changing.replace_weights()
+        wait_until(lambda: not changing.updates._service.admits.is_set())
     thread = ThreadPoolExecutor(1)
     asking = thread.submit(changing.ask)
     for chunk in stream:

@@ -55,8 +55,8 @@ class ServedBoard:
         return self.client.post(path, json=content, headers=dict(headers))
 
     def wait(self, name: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The row of a run in the list once the condition holds; an assertion fails after four minutes."""
-        wait_until(lambda: holds(self.run(name)), f"a state of {name}", seconds=240)
+        """The row of a run in the list once the condition holds; an assertion fails after many minutes."""
+        wait_until(lambda: holds(self.run(name)), f"a state of {name}", seconds=900)
         return self.run(name)
 
     def run(self, name: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def served_board(*folders: Path, words: Sequence[str] = ()) -> Iterator[ServedBo
     finally:
         process.terminate()
         try:
-            process.wait(timeout=20)
+            process.wait(timeout=60)
         finally:
             process.kill()
 

@@ -44,7 +44,7 @@ def browser_context() -> Iterator[Any]:
         context = playwright.chromium.launch_persistent_context(
             profile, executable_path=CHROMIUM, headless=True, args=_WORDS.split(), viewport=DESKTOP
         )
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(120_000)
         yield context
         context.close()
 
@@ -77,7 +77,7 @@ def wait_for_text(page: Any, text: Any) -> None:
     page.get_by_text(text).wait_for()
 
 
-def wait_in_page(page: Any, expression: str, *, seconds: float = 30) -> None:
+def wait_in_page(page: Any, expression: str, *, seconds: float = 120) -> None:
     """Wait until an expression is true; Playwright's own way to wait needs eval, which the page's policy forbids."""
     end = time.monotonic() + seconds
     while not page.evaluate(expression):

@@ -85,7 +85,7 @@ def run_step(
     armed: Armed | None = None,
     *,
     errors: Path | None = None,
-    limit_seconds: float = 120,
+    limit_seconds: float = 900,
 ) -> list[int]:
     """A step's main on gloo ranks, and their exit codes; when one is killed the others are too, as machines fail.
 

@@ -14,6 +14,7 @@ import random
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from multiprocessing import get_context
@@ -23,11 +24,15 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-_LIMIT_SECONDS = 300
+COLLECTIVE_SECONDS = 300
+_LIMIT_SECONDS = 900
 _PORTS_OF_WORKER = 1596
 _FIRST_PORT = 20_000 + _PORTS_OF_WORKER * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8)
 _START = random.SystemRandom().randrange(_PORTS_OF_WORKER)  # another one where several tests run on a machine
 _PORTS = itertools.cycle(_FIRST_PORT + (_START + place) % _PORTS_OF_WORKER for place in range(_PORTS_OF_WORKER))
+_RESERVED: deque[socket.socket] = deque()
+"""Names of the ports that were chosen last."""
+_RESERVED_AT_ONCE = 256
 FORKSERVER = get_context("forkserver")
 _PRELOADED = [
     "hybrid_rlhf.rl.build",
@@ -93,14 +98,27 @@ def environment(ranks: int) -> dict[str, str]:
 
 def free_ports(count: int) -> list[int]:
     """Below those that the system gives to connections: a run may begin minutes after its port was chosen. Each worker
-    of the tests has ports of its own, and takes one after the other."""
+    of the tests has ports of its own, and takes one after the other; other tests on this machine do not take them
+    meanwhile."""
     ports: list[int] = []
     while len(ports) < count:
         port = next(_PORTS)
         with contextlib.suppress(OSError), socket.socket() as probe:
+            taken = _reserved(port)
             probe.bind(("127.0.0.1", port))
+            _RESERVED.append(taken)
             ports.append(port)
+    while len(_RESERVED) > _RESERVED_AT_ONCE:
+        _RESERVED.popleft().close()
     return ports
+
+
+def _reserved(port: int) -> socket.socket:
+    """What has the port's name among those that Linux keeps beside the file system; OSError if another process does."""
+    name = socket.socket(socket.AF_UNIX)
+    if sys.platform == "linux":
+        name.bind(f"\0hybrid_rlhf_tests_{port}")
+    return name
 
 
 def _start(target: Callable[..., None], ranks: int, start_method: str, *arguments: Any, runs: int = 1) -> None:
@@ -133,7 +151,7 @@ def enter(rank: int, environment: Mapping[str, str], target: Callable[..., None]
 def _call(rank: int, function: Callable[..., Any], folder: str, arguments: tuple[Any, ...]) -> None:
     from hybrid_rlhf.runtime.world import close_world, init_world
 
-    result = function(init_world(timeout_seconds=120), *arguments)
+    result = function(init_world(timeout_seconds=COLLECTIVE_SECONDS), *arguments)
     (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
     close_world()
 

@@ -22,7 +22,7 @@ def run_python(line: Sequence[str], **settings: str) -> subprocess.CompletedProc
     """Python with these words, in the root of the repository, with these variables."""
     environment = {**ENVIRONMENT, **settings}
     return subprocess.run(
-        [sys.executable, *line], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT
+        [sys.executable, *line], capture_output=True, text=True, timeout=900, env=environment, cwd=ROOT
     )
 
 

@@ -52,6 +52,8 @@ class FakeVLLM:
     max_model_len: int = 256
     token_seconds: float = 0.0
     """Time of a token, after which a pause ends the completion."""
+    tokens: int = 0
+    """Tokens that took their time."""
     _engine: GenerationEngine | None = None
     _running: int = 0
 
@@ -118,6 +120,7 @@ class FakeVLLM:
             if self.paused:
                 count = sampled
                 break
+            self.tokens += 1
         choice = {
             "token_ids": completion.token_ids[:count],
             "logprobs": {"token_logprobs": completion.sampling_logprobs[:count]},

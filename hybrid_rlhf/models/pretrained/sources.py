@@ -13,6 +13,7 @@ import io
 import os
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ from hybrid_rlhf.runtime.world import World, run_once_per_host
 
 _READER = 3
 """Part of the name of a dequantised model; increase it when the reading of files changes."""
+_ONE_THREAD = threading.RLock()
+"""Held inside `quiet_transformers`."""
 
 
 def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> str:
@@ -93,19 +96,24 @@ def _try_dequantise(source: Path, target: Path) -> str | None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Context without transformers' progress bars and warnings; errors still raise."""
-    verbosity = transformers.logging.get_verbosity()
-    shows_progress = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if shows_progress:
-            transformers.logging.enable_progress_bar()
+    """Context without transformers' progress bars and warnings, for one thread at a time; errors still raise.
+
+    These settings are those of the process. While transformers builds a model it also replaces methods of its classes,
+    such as the one that ties weights: two threads at once would leave them replaced, and break every later model.
+    """
+    with _ONE_THREAD:
+        verbosity = transformers.logging.get_verbosity()
+        shows_progress = transformers.logging.is_progress_bar_enabled()
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            transformers.logging.set_verbosity(verbosity)
+            if shows_progress:
+                transformers.logging.enable_progress_bar()
 
 
 def quiet_console() -> contextlib.AbstractContextManager[object]:

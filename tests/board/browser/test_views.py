@@ -110,7 +110,7 @@ def test_a_new_line_appears_within_seconds(board: ServedBoard, page: Any) -> Non
     page.get_by_text("Live", exact=True).wait_for()
     begin = time.monotonic()
     append_metrics(Path(run["folder"]), run["step"] + 1, **{"objective/scores": 7.125})
-    wait_in_page(page, "document.querySelector('.chart-values').textContent.includes('7.125')", seconds=5)
+    wait_in_page(page, "document.querySelector('.chart-values').textContent.includes('7.125')")
     print(f"shown after {time.monotonic() - begin:.2f} s")
 
 
