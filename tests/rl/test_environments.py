@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from hybrid_rlhf.configs.algorithms import GRPOConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import PenaltiesConfig
-from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
+from hybrid_rlhf.configs.sections.environment import TOOL_CLASSES, EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.data.chat.template import render
@@ -40,7 +41,7 @@ from hybrid_rlhf.rl.metrics import episode_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.rl.types import Episode, Rollout
-from hybrid_rlhf.runtime.command_line import parse_config
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.sandbox import local
 from hybrid_rlhf.runtime.world import World
 from tests.support.ahead import rollout_line
@@ -558,6 +559,18 @@ def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
     ):
         with user_error(rule):
             read_environment(EnvironmentConfig(path=path, options=options))
+
+
+@pytest.mark.parametrize("name", TOOL_CLASSES)
+def test_tools_are_classes_of_the_library(name: str, tmp_path: Path) -> None:
+    """Also those whose packages are not installed; a saved config has the name and the class, and is read again."""
+    config = parse_config(RLConfig, ["--environment.tools", name])
+    assert config.environment is not None and config.environment.path is not None
+    module, _, kind = config.environment.path.partition(":")
+    found = find_spec(module)
+    assert found is not None and f"class {kind}:" in Path(str(found.origin)).read_text()
+    save_config(config, tmp_path / "config.yaml")
+    assert parse_config(RLConfig, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
 def test_the_calculator_computes_and_nothing_else() -> None:

@@ -15,10 +15,21 @@ from hybrid_rlhf.configs.sections.rules import (
     require_defaults,
 )
 
+TOOL_CLASSES = {
+    "calculator": "calculator:Calculator",
+    "python": "python_tool:PythonTool",
+    "shell": "shell:Shell",
+    "mcp": "mcp_tools:MCPTools",
+}
+"""Classes of hybrid_rlhf/rl/environments by short name."""
+
 
 class EnvironmentConfig(Settings):
     """Environment of multi-turn rollouts (docs/environments.md)."""
 
+    tools: Literal["calculator", "python", "shell", "mcp"] | None = None
+    """Short name of an included class, in place of path: a calculator, Python in a sandbox, a shell that stays, tools of
+    MCP servers (docs/agents.md); options are those of the class."""
     path: str | None = None
     """Class with reset and step, as module:Class or path/to/file.py:Class."""
     program: str | None = None
@@ -45,6 +56,13 @@ class EnvironmentConfig(Settings):
     left out; zero: the episode ends, and its last turn has reward 0 (an episode without a turn is left out)."""
 
     def _check(self) -> None:
+        if self.tools is not None:
+            path = f"hybrid_rlhf.rl.environments.{TOOL_CLASSES[self.tools]}"
+            require(
+                self.path in (None, path),
+                f"environment.tools names the class {path}, got environment.path {self.path} too: leave one out",
+            )
+            object.__setattr__(self, "path", path)  # the saved config has both
         require(
             self.program is None or not self.path,
             f"an environment is a class or a program, got environment.path {self.path} and environment.program "
