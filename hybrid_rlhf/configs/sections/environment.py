@@ -28,8 +28,8 @@ class EnvironmentConfig(Settings):
     """Environment of multi-turn rollouts (docs/environments.md)."""
 
     tools: Literal["calculator", "python", "shell", "mcp"] | None = None
-    """Short name of an included class, in place of path: a calculator, Python in a sandbox, a shell that stays, tools of
-    MCP servers (docs/agents.md); options are those of the class."""
+    """Short name of an included class, in place of path: a calculator, Python in a sandbox, a shell that stays, tools
+    of MCP servers (docs/agents.md); options are those of the class."""
     path: str | None = None
     """Class with reset and step, as module:Class or path/to/file.py:Class."""
     program: str | None = None
@@ -43,7 +43,8 @@ class EnvironmentConfig(Settings):
     max_turn_tokens: Count | None = None
     """Longest turn of the actor, in tokens; null: the rest of rollout.sampling.max_new_tokens."""
     max_observation_tokens: Count = 256
-    """Longest observation, in tokens without those of its images; longer ones are truncated."""
+    """Longest observation, in tokens without those of its images; a longer one has [truncated] in place of its
+    middle."""
     timeout_seconds: Positive = 60.0
     """Time limit of a call of reset or step, or of a program, in seconds."""
     threads: Count = advanced(32)
