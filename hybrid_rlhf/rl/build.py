@@ -127,7 +127,11 @@ def rl_session(
                 "teacher.prompt_template and teacher.url are for prompts of text, got images: leave them out",
             )
             with shared_user_errors(run.world):
-                Teaching(config.teacher, roles, tokenizer).require_usable(prompts.train, prompts.held_out)
+                Teaching(config.teacher, roles, tokenizer).require_usable(
+                    prompts.train,
+                    prompts.held_out,
+                    longest=config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens,
+                )
         roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]), has_images=images is not None)
         actor = roles.actor
         require(

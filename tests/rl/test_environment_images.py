@@ -228,13 +228,12 @@ def test_text_of_an_observation_is_cut_and_its_images_are_not(template: str, rol
         turn, end, rest = after.partition("{{ '<|im_end|>")
         tokenizer.chat_template = before + template + content + turn + "{% endif %}" + end + rest
     image = read_reference(picture(1), "it", folder=None, max_pixels=2**20)
-    turns = ObservationEncoder(tokenizer, max_observation_tokens=7)
-    ids = turns.observation_ids(
-        f"abcde{IMAGE_MARK}fghij{IMAGE_MARK}", end_token=None, images=RowImages(layout, [image] * 2)
-    )
+    turns = ObservationEncoder(tokenizer, max_observation_tokens=25)
+    told = turns.fitting(f"abcde{IMAGE_MARK}fghijfghijfghijfghij{IMAGE_MARK}klm")
+    ids = turns.observation_ids(told, end_token=None, images=RowImages(layout, [image] * 2))
     shown = f"<|vision_start|>{layout.expansion_text(image.width, image.height)}<|vision_end|>"
-    expected = f"<|im_end|>\n<|im_start|>{role}\nabcde{shown}fg{shown}<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(ids) == expected
+    expected = f"{role}\nabcde{shown}f\n[truncated]\nhij{shown}klm"
+    assert tokenizer.decode(ids) == f"<|im_end|>\n<|im_start|>{expected}<|im_end|>\n<|im_start|>assistant\n"
     text = tokenizer.decode(turns.observation_ids("abc", end_token=None, images=RowImages(layout, [])))
     assert text == "<|im_end|>\n<|im_start|>tool\nabc<|im_end|>\n<|im_start|>assistant\n"
 

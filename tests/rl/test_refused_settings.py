@@ -96,6 +96,10 @@ REFUSED = {
     f"{LAG} --rollout.backend module": "rollout.backend module has no inference weights, got rollout.max_lag 2",
     f"{LAG} --placement separation --actor.ema_decay 0.9": "actor.ema_decay 0.9: leave it out",
     "--environment.path calculator": "must be module:Class",
+    "--environment.tools bash": "tools must be one of calculator, python, shell, mcp or null, got bash",
+    "--environment.tools shell --environment.path a:B": "environment.tools names the class "
+    "hybrid_rlhf.rl.environments.shell:Shell, got environment.path a:B too: leave one out",
+    "--environment.tools shell --environment.program m:f": "an environment is a class or a program",
     "--environment.path a:B --environment.max_turns 0": "max_turns must be 1 or more",
     "--environment.path a:B --environment.timeout_seconds 0": "timeout_seconds must be above 0",
     "--environment.path a:B --environment.options 3": "must be dict",
@@ -116,7 +120,7 @@ REFUSED = {
     "--environment.program m:f --algorithm online_dpo": "got algorithm online_dpo, which counts completions",
     "--algorithm remax --reward.components '[{judge: {url: http://h/v1, mode: rank_group}}]'": "reward component judge "
     "compares completions of one prompt, got rollout.sampling.n 1: give 2 or more",
-    "--environment.max_turns 2": "give the class, environment.program, or --rollout.endpoint true",
+    "--environment.max_turns 2": "give the class, environment.tools, environment.program, or --rollout.endpoint true",
     "--environment.path m:C --rollout.endpoint true": "rollout.endpoint is for programs, got environment.path m:C",
     "--rollout.endpoint.api_key plain": "rollout.endpoint.api_key must be ${NAME}",
     "--rollout.endpoint.host 0.0.0.0": "api_key must be given where other machines connect, got none",

@@ -15,10 +15,21 @@ from hybrid_rlhf.configs.sections.rules import (
     require_defaults,
 )
 
+TOOL_CLASSES = {
+    "calculator": "calculator:Calculator",
+    "python": "python_tool:PythonTool",
+    "shell": "shell:Shell",
+    "mcp": "mcp_tools:MCPTools",
+}
+"""Classes of hybrid_rlhf/rl/environments by short name."""
+
 
 class EnvironmentConfig(Settings):
     """Environment of multi-turn rollouts (docs/environments.md)."""
 
+    tools: Literal["calculator", "python", "shell", "mcp"] | None = None
+    """Short name of an included class, in place of path: a calculator, Python in a sandbox, a shell that stays, tools
+    of MCP servers (docs/agents.md); options are those of the class."""
     path: str | None = None
     """Class with reset and step, as module:Class or path/to/file.py:Class."""
     program: str | None = None
@@ -32,7 +43,8 @@ class EnvironmentConfig(Settings):
     max_turn_tokens: Count | None = None
     """Longest turn of the actor, in tokens; null: the rest of rollout.sampling.max_new_tokens."""
     max_observation_tokens: Count = 256
-    """Longest observation, in tokens without those of its images; longer ones are truncated."""
+    """Longest observation, in tokens without those of its images; a longer one has [truncated] in place of its
+    middle."""
     timeout_seconds: Positive = 60.0
     """Time limit of a call of reset or step, or of a program, in seconds."""
     threads: Count = advanced(32)
@@ -45,6 +57,13 @@ class EnvironmentConfig(Settings):
     left out; zero: the episode ends, and its last turn has reward 0 (an episode without a turn is left out)."""
 
     def _check(self) -> None:
+        if self.tools is not None:
+            path = f"hybrid_rlhf.rl.environments.{TOOL_CLASSES[self.tools]}"
+            require(
+                self.path in (None, path),
+                f"environment.tools names the class {path}, got environment.path {self.path} too: leave one out",
+            )
+            object.__setattr__(self, "path", path)  # the saved config has both
         require(
             self.program is None or not self.path,
             f"an environment is a class or a program, got environment.path {self.path} and environment.program "

@@ -57,11 +57,16 @@ class ReasoningGym:
     def step(self, completion: str) -> StepResult:
         """Score an answer in [0, 1]; of several attempts the last one counts."""
         answer = extract_answer(completion)
-        score = float(self._problems.score_answer(completion.strip() if answer is None else answer, self._problem))
+        answer = completion.strip() if answer is None else answer
+        self._score = float(self._problems.score_answer(answer, self._problem))
         self._left -= 1
-        if score >= 1 or not self._left:
-            return StepResult(None, score, True)
+        if self._score >= 1 or not self._left:
+            return StepResult(None, self._score, True)
         return StepResult("That is not right. Try again.", 0.0, False)
+
+    def truncated(self) -> float:
+        """The score of the last attempt, where limits of the episode leave no other."""
+        return self._score
 
 
 @functools.lru_cache(maxsize=64)

@@ -129,8 +129,11 @@ class EnvironmentRunner(EpisodeRunner):
             episode.add_reward(step.reward)
             # An episode whose last turn is truncated did not end by itself, even if the environment is done.
             episode.stopped = step.done and completion.finish_reason == "stop"
-            is_last = step.done or turn + 1 == self._config.max_turns
+            if step.done:
+                break
+            is_last = turn + 1 == self._config.max_turns
             if is_last or not await self._observe(episode, step.observation or "", turns):
+                await self._truncate(episode, environment)
                 break
         return [episode]
 
@@ -169,15 +172,30 @@ class EnvironmentRunner(EpisodeRunner):
         end = last if last in turns.stop_token_ids else None
         try:
             (read,), images = await self._read("step", [{"role": "tool", "content": observation}])
-            ids = self._turns.observation_ids(read["content"], end_token=end, images=images)
+            text = self._turns.fitting(read["content"])
+            ids = self._turns.observation_ids(text, end_token=end, images=images)
         except UserError as error:  # a template may reject the observation
             episode.failure = shortened(str(error), _LONGEST_REASON)
             return False
         if len(ids) >= self._tokens_left(episode, turns):
             return False
         episode.add_observation(ids)
+        episode.cut_observations += text != read["content"]
         episode.images = [*episode.images, *([] if images is None else images.digests)]
         return True
+
+    async def _truncate(self, episode: Episode, environment: Environment) -> None:
+        """Add the reward of an environment for an episode that its limits have ended."""
+        truncated = getattr(environment, "truncated", None)
+        if not callable(truncated) or episode.failure is not None:
+            return
+        reward = await self._calls.result(truncated)
+        if isinstance(reward, CallFailure):
+            episode.failure = reward.reason
+        elif not is_finite_number(reward):
+            episode.failure = f"truncated must return a finite number as reward, it returned {shortened(repr(reward))}"
+        else:
+            episode.add_reward(float(reward))
 
     def _references(self, episode: Episode) -> list[ImageReference]:
         """The images of an episode so far."""

@@ -72,11 +72,11 @@ class Teaching:
         ids = torch.tensor([token for of_row in found for token in of_row], dtype=torch.long)
         return replace(rollout, teacher_prompts=TeacherPrompts(ids, torch.tensor([*map(len, found)], dtype=torch.long)))
 
-    def require_usable(self, *data: Iterable[Mapping[str, Any]]) -> None:
-        """Raise UserError for a server that cannot be the teacher, and for rows of prompts without a teacher or without
-        a column of the template."""
+    def require_usable(self, *data: Iterable[Mapping[str, Any]], longest: int) -> None:
+        """Raise UserError for a server that cannot be the teacher of rows of `longest` tokens, and for prompts without
+        a teacher or without a column of the template."""
         if self.served is not None:
-            self.served.require_same(self._tokenizer)
+            self.served.require_same(self._tokenizer, longest=longest)
         for row in chain.from_iterable(data):
             columns = json.loads(row["columns"])
             self._number(columns)
