@@ -404,7 +404,6 @@ def test_a_function_that_does_not_name_images_gets_none(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--rollout.endpoint true"], "prompts with environment.program or rollout.endpoint must be text, got images"),
         (["--rollout.backend module"], "prompts with rollout.backend module must be text, got images"),
         (["--reward.components", "[{model: TEXT}]"], "must read the tokens of the actor"),
         (

@@ -58,6 +58,11 @@ def checked_size(content: bytes, name: str) -> tuple[int, int]:
     return _read(content, name, _upright_size)
 
 
+def media_type(content: bytes, name: str) -> str:
+    """The media type of an image, such as image/png; raises the same errors for its header."""
+    return _read(content, name, lambda image: image.get_format_mimetype() or "")
+
+
 def _read(content: bytes, name: str, read: Callable[[ImageFile.ImageFile], T]) -> T:
     """What a function reads of an image that may be opened."""
     require_pillow()

@@ -267,7 +267,7 @@ def build_runner(
         tokenizer: tokenizer of the actor.
         world: all ranks.
         samples: true if this rank runs episodes.
-        images: reads images that a class shows; none: there are none.
+        images: reads images that episodes show; none: there are none.
 
     Raises:
         UserError: when the environment cannot be loaded or shows images that the actor does not read, the chat template
@@ -275,16 +275,18 @@ def build_runner(
     """
     if config is None:
         return None
+    images = images or ImageCatalogue()
     if config.path is None:
         require_packages("rollout.endpoint" if config.program is None else "environment.program")
         from hybrid_rlhf.rl.environments.programs import ProgramRunner, read_program  # they import those packages
 
         with shared_user_errors(world):
             program = None if config.program is None else read_program(config)
-        return ProgramRunner(program, config, rollout=rollout, tokenizer=tokenizer, world=world, samples=samples)
+        return ProgramRunner(
+            program, config, rollout=rollout, tokenizer=tokenizer, world=world, samples=samples, images=images
+        )
     with shared_user_errors(world):
         factory = read_environment(config)
-        images = images or ImageCatalogue()
         if factory.shows_images and images.rules.refusal:
             raise UserError(f"environment.path: {config.path} shows images: {images.rules.refusal}")
     return EnvironmentRunner(factory, config, rollout=rollout, tokenizer=tokenizer, device=world.device, images=images)

@@ -10,17 +10,16 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hybrid_rlhf.configs.sections.rewards import Protocol, RewardComponentConfig
-from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.data.images.expansion import WRITTEN
 from hybrid_rlhf.data.images.reading import png
 from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.models.pretrained.folders import first_line
+from hybrid_rlhf.rl.images import with_parts
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.foreign import openrlhf_arguments
 from hybrid_rlhf.rl.rewards.replicas import Endpoint, Show, Unusable
@@ -91,30 +90,14 @@ def _request(texts: CompletionTexts, protocol: Protocol) -> dict[str, object]:
     if protocol == "scores":
         prompts = texts.prompts
         if texts.images is not None:
-            uri = functools.cache(_data_uri)
+            uri = functools.cache(_png_uri)
             prompts = [
-                _with_parts(prompt, map(uri, images)) for prompt, images in zip(prompts, texts.images, strict=True)
+                with_parts(prompt, map(uri, images)) for prompt, images in zip(prompts, texts.images, strict=True)
             ]
         return {"prompts": prompts, "completions": texts.completions, "columns": texts.columns}
     given = openrlhf_arguments(texts.prompts, texts.completions, texts.columns)
     return {"query": given.pop("queries"), **given}
 
 
-def _with_parts(prompt: Sequence[Message], uris: Iterable[str]) -> list[Message]:
-    """A conversation whose contents with images are the parts of OpenAI's messages."""
-    left = list(uris)
-    if len(left) < sum(str(message.get("content")).count(WRITTEN) for message in prompt):
-        return [*prompt]
-    messages = []
-    for message in prompt:
-        first, *rest = str(message.get("content") or "").split(WRITTEN)
-        parts: list[dict[str, Any]] = [{"type": "text", "text": first}] * bool(first)
-        for text in rest:
-            parts.append({"type": "image_url", "image_url": {"url": left.pop(0)}})
-            parts += [{"type": "text", "text": text}] * bool(text)
-        messages.append({**message, "content": parts} if rest else message)
-    return messages
-
-
-def _data_uri(image: ImageReference) -> str:
+def _png_uri(image: ImageReference) -> str:
     return f"data:image/png;base64,{base64.b64encode(png(image.image())).decode()}"
