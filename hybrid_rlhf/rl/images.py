@@ -124,11 +124,9 @@ class ImageCatalogue:
 def with_parts(messages: Sequence[Message], uris: Iterable[str], *, mark: str = WRITTEN) -> list[Message]:
     """A conversation whose contents with marks of images are the parts of OpenAI's messages."""
     left = list(uris)
-    if len(left) < sum(str(message.get("content")).count(mark) for message in messages):
-        return [*messages]
     with_images = []
     for message in messages:
-        first, *rest = str(message.get("content") or "").split(mark)
+        first, *rest = str(message.get("content") or "").split(mark, len(left))  # a text may have more of them
         parts: list[dict[str, Any]] = [{"type": "text", "text": first}] * bool(first)
         for text in rest:
             parts.append({"type": "image_url", "image_url": {"url": left.pop(0)}})

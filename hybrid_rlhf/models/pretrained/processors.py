@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
+_KNOWN_SIZES = 4096
+"""Most sizes of images whose text is kept, of about 15 kB each for a megapixel."""
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
 """What a processor returns for the text."""
 
@@ -106,12 +108,16 @@ class ImageProcessor:
     def expansion_text(self, width: int, height: int) -> str:
         """The text that takes the placeholder's place for an image of a size, on whose content it does not depend."""
         size = width, height
-        if size not in self._expansions:
+        text = self._expansions.get(size)
+        if text is None:
             from PIL import Image
 
             read = self._read([Image.new("RGB", size)])
-            self._expansions[size] = read["text_replacement_offsets"][0][0]["replacement"]
-        return self._expansions[size]
+            text = str(read["text_replacement_offsets"][0][0]["replacement"])
+            if len(self._expansions) == _KNOWN_SIZES:  # clients of a server choose sizes
+                self._expansions.clear()
+            self._expansions[size] = text
+        return text
 
     def expansion(self, width: int, height: int) -> list[int]:
         """Token ids of that text."""

@@ -22,7 +22,7 @@ from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.rl.images import with_parts
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.foreign import openrlhf_arguments
-from hybrid_rlhf.rl.rewards.replicas import Endpoint, Show, Unusable
+from hybrid_rlhf.rl.rewards.replicas import Endpoint, Rejected, Show, Unusable
 from hybrid_rlhf.runtime.background import BackgroundCall
 
 _REPLY_KEYS = {"scores": "scores", "openrlhf": "rewards"}
@@ -63,13 +63,8 @@ class EndpointReward(RewardComponent):
         size = self._config.batch_size
         batches = [texts.select(range(len(texts))[start : start + size]) for start in range(0, len(texts), size)]
         scores = [ComponentScores.failed(len(batch), "") for batch in batches]
-        bodies: dict[int, str] = {}
-        for number, batch in enumerate(batches):
-            try:
-                bodies[number] = json.dumps(_request(batch, self._config.protocol), allow_nan=False)
-            except ValueError as error:
-                reason = f"a data column does not fit JSON ({first_line(error)})"
-                scores[number] = ComponentScores.failed(len(batch), reason)
+        body = functools.partial(_body, self._config.protocol)
+        bodies = {number: functools.partial(body, batch) for number, batch in enumerate(batches)}
         key = _REPLY_KEYS[self._config.protocol]
 
         def read(number: int, reply: Any, show: Show) -> None:
@@ -83,6 +78,14 @@ class EndpointReward(RewardComponent):
         for number, reason in self._endpoint.send(bodies, read).items():
             scores[number] = scores[number].filled_from(ComponentScores.failed(len(batches[number]), reason))
         return ComponentScores.join(scores)
+
+
+def _body(protocol: Protocol, texts: CompletionTexts) -> str:
+    """The body of a request, which may be large: with its images."""
+    try:
+        return json.dumps(_request(texts, protocol), allow_nan=False)
+    except ValueError as error:
+        raise Rejected(f"a data column does not fit JSON ({first_line(error)})") from error
 
 
 def _request(texts: CompletionTexts, protocol: Protocol) -> dict[str, object]:
