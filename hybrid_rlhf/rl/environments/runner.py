@@ -148,7 +148,6 @@ class EnvironmentRunner(EpisodeRunner):
             return f"reset must return messages, a text or None, it returned {shortened(repr(opening))}"
         try:
             read, images = await self._read("reset", cast(list[Message], messages), self._references(episode))
-            read = with_ordered_results("reset", read)
             tools = row_tools("the row", dict(row))
             offers = [*(tools or []), *offered] if offered else tools
             ids = encode_prompt(read, self._tokenizer, tools=offers, images=images)
@@ -191,7 +190,7 @@ class EnvironmentRunner(EpisodeRunner):
         Raises:
             UserError: for invalid messages, or an image that cannot be read.
         """
-        read = [read_message(name, message, with_images=True) for message in messages]
+        read = with_ordered_results(name, [read_message(name, message, with_images=True) for message in messages])
         (sources,) = place_images(name, {"images": list(of_row)}, read, refusal=self._refusal)
         layout = self._images.rules.layout
         if layout is None or not sources:
