@@ -44,6 +44,7 @@ from tests.support.vision import FAMILIES, picture, vision_folder, vision_proces
 
 WORLD = solo_world(torch.device("cpu"))
 IMAGE = {"type": "image"}
+TEXT = {"type": "text", "text": "shown"}
 
 
 def disordered(first: Any, second: Any) -> list[dict[str, Any]]:
@@ -193,7 +194,7 @@ def test_a_row_has_its_images_in_many_ways(folder: Path) -> None:
         ({"prompt": "q", "videos": ["x.mp4"]}, "got column 'videos'"),
         (
             {
-                "prompt": [user("q"), *disordered([IMAGE], [IMAGE, {"type": "text", "text": "shown"}])],
+                "prompt": [user("q"), *disordered([IMAGE], [IMAGE, TEXT])],
                 "images": ["0.png"] * 2,
             },
             "results of tools with images of the row's column must be in the order of their calls",
