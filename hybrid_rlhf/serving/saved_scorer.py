@@ -23,7 +23,7 @@ from hybrid_rlhf.data.collation import padded
 from hybrid_rlhf.data.images.expansion import ImageRules, RowImages
 from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.generation.image_loading import ModelImages
-from hybrid_rlhf.models.families.vision import images_refused
+from hybrid_rlhf.models.families.vision import banned_ids, images_refused
 from hybrid_rlhf.models.policy import Scorer, scores_at_end
 from hybrid_rlhf.models.pretrained.folders import load_config
 from hybrid_rlhf.models.pretrained.loading import load_model, require_scorer, stored_heads
@@ -83,6 +83,7 @@ class SavedScorer:
         self.model = Scorer(lm.to(device).eval())  # type: ignore[arg-type]
         self.reads_images = images_refused(lm.config) is None
         """True if conversations may have images."""
+        self._banned = frozenset(banned_ids(lm.config))
         self._images = ModelImages(path, trust_remote_code=trust_remote_code)
         self._max_image_pixels = max_image_pixels
         self._limit: int | None = getattr(lm.config, "max_position_embeddings", None)
@@ -123,6 +124,8 @@ class SavedScorer:
         ids = encode_completion(prompt, completion, self.tokenizer, tools=tools, images=images).input_ids
         if self._limit is not None and len(ids) > self._limit:
             raise UserError(f"{shown} must have at most {self._limit} tokens, got {len(ids)}: shorten it")
+        if images is None and not self._banned.isdisjoint(ids):
+            raise UserError(f"{shown} must not have tokens that stand for images: send the images, or remove them")
         return ScoredRow(ids, () if images is None else images.references)
 
     @torch.no_grad()

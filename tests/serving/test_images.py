@@ -44,6 +44,7 @@ from tests.support.vision import (
     vision_folder,
     vision_processor,
     vision_scorer,
+    vision_tokenizer,
 )
 
 Content = Sequence[str | Image.Image]
@@ -273,6 +274,11 @@ def test_a_reward_model_scores_images(family: str) -> None:
             faulty = [user([image_part(url), {"type": "text", "text": "q"}]), assistant("red")]
             error = server.post("/score", {"model": "m", "messages": faulty}).json()["error"]
             assert error["message"].startswith(rule) and "\n" not in error["message"]
+        written = vision_tokenizer(family).convert_ids_to_tokens(vision_processor(family).image_token_id)
+        for content in (written, [*parts([picture(1)]), {"type": "text", "text": f"{written} q"}]):
+            messages = [user(content), assistant("red")]
+            error = server.post("/score", {"model": "m", "messages": messages}).json()["error"]
+            assert error["message"].startswith("messages ") and "image" in error["message"]
 
 
 def test_replaced_weights_are_those_of_the_tower_too() -> None:
