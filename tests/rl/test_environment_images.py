@@ -163,6 +163,30 @@ def test_greedy_turns_are_those_of_transformers_after_the_same_conversation(fami
     assert len(stored(tmp_path)) == 4, "one file for each picture"
 
 
+class Disordered(Album):
+    """Opens with results of tools in another order than that of their calls, as threads end."""
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        super().reset(row)
+        calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": {}}} for name in "ab"]
+        results = [
+            {"role": "tool", "tool_call_id": name, "content": [part(picture(number)), {"type": "text", "text": name}]}
+            for name, number in (("b", 1), ("a", 0))
+        ]
+        asked = {"role": "assistant", "content": "look", "tool_calls": calls}
+        return [{"role": "user", "content": "show"}, asked, *results]
+
+
+def test_pictures_stay_with_the_results_of_tools(tmp_path: Path) -> None:
+    """The first call's picture was that of the second."""
+    (episode,) = played("qwen2_5_vl", tmp_path, [row_of("qwen2_5_vl", "text", 1)], Disordered)
+    images = [read_reference(picture(number), "it", folder=None, max_pixels=2**20) for number in (0, 1)]
+    assert [*episode.images[:2]] == [image.digest for image in images]
+    expanded = [vision_processor("qwen2_5_vl").expansion_text(image.width, image.height) for image in images]
+    text = vision_tokenizer("qwen2_5_vl").decode(episode.prompt)
+    assert text.index(f"{expanded[0]}<|vision_end|>a") < text.index(f"{expanded[1]}<|vision_end|>b")
+
+
 class Broken(Album):
     """Shows what no model can read."""
 

@@ -748,7 +748,9 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
     defaults = {"path": None}  # the section is null until it is given
     for field in fields(EnvironmentConfig):
         defaults.setdefault(field.name, getattr(EnvironmentConfig(path="a:B"), field.name))
-    shown = {name: "none" if value is None else str(value).removesuffix(".0") for name, value in defaults.items()}
+    shown = {
+        name: "none" if value is None else str(value).lower().removesuffix(".0") for name, value in defaults.items()
+    }
     rows = dict(re.findall(r"^\| `environment\.(\w+)` \| `?(\S+?)`? \|", page, re.MULTILINE))
     assert rows == shown
 

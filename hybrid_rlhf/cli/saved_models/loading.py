@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,6 +14,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig, SavedModelConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.images.expansion import ImageRules
 from hybrid_rlhf.data.images.reading import require_size
 from hybrid_rlhf.generation import GenerationEngine
@@ -93,6 +95,18 @@ def image_content(name: str) -> bytes:
         raise UserError(f"an image must be a file, {name} cannot be read ({error.strerror}): check the path") from error
 
 
+def with_image_files(messages: Sequence[Message]) -> list[Message]:
+    """Messages with the bytes of images in the place of the names of their files."""
+
+    def read(part: dict[str, Any]) -> dict[str, Any]:
+        return {**part, "image": image_content(part["image"])} if "image" in part else part
+
+    return [
+        {**message, "content": [*map(read, message["content"])]} if isinstance(message["content"], list) else message
+        for message in messages
+    ]
+
+
 def load_engine(
     config: InferenceConfig, *, kv_cache_gib: float | None = None, name: str | None = None
 ) -> tuple[GenerationEngine, PreTrainedTokenizerBase]:
@@ -139,8 +153,8 @@ def load_lm(place: Place) -> PreTrainedModel:
     return lm.to(place.device).eval()  # type: ignore[arg-type]
 
 
-def load_scorer(place: Place) -> SavedScorer:
-    """The reward model of a place.
+def load_scorer(place: Place, *, max_image_pixels: int = 2**20) -> SavedScorer:
+    """The reward model of a place, which scales images down to `max_image_pixels`.
 
     Raises:
         UserError: if it has no score head.
@@ -153,4 +167,5 @@ def load_scorer(place: Place) -> SavedScorer:
         device=place.device,
         dtype=place.dtype,
         trust_remote_code=place.trust_remote_code,
+        max_image_pixels=max_image_pixels,
     )

@@ -37,6 +37,8 @@ class EnvironmentConfig(Settings):
     instead of a class. Without either, external programs use rollout.endpoint."""
     options: dict[str, Any] = {}
     """Keyword arguments of the class or program; external programs receive them with each episode."""
+    shows_images: bool = advanced(False)
+    """Programs may send images that the prompts do not have; a class has an attribute of this name."""
     max_turns: Count = 8
     """Maximum number of actor turns per episode, or of requests from a program; rollout.sampling.max_new_tokens limits
     the tokens after the prompt."""
@@ -77,6 +79,9 @@ class EnvironmentConfig(Settings):
         if self.path is None:
             unread = ("max_observation_tokens", "retries")
             require_defaults(self, unread, "without environment.path this key is not read", prefix="environment.")
+        else:
+            own = "environment.path: the class has an attribute of this name"
+            require_defaults(self, ("shows_images",), own, prefix="environment.")
         require(
             is_plain(self.options) and (self.path is None or all(map(str.isidentifier, self.options))),
             f"environment.options are names with texts, numbers, lists and mappings, got {self.options}: quote the "

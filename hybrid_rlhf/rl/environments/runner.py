@@ -151,7 +151,6 @@ class EnvironmentRunner(EpisodeRunner):
             return f"reset must return messages, a text or None, it returned {shortened(repr(opening))}"
         try:
             read, images = await self._read("reset", cast(list[Message], messages), self._references(episode))
-            read = with_ordered_results("reset", read)
             tools = row_tools("the row", dict(row))
             offers = [*(tools or []), *offered] if offered else tools
             ids = encode_prompt(read, self._tokenizer, tools=offers, images=images)
@@ -209,7 +208,7 @@ class EnvironmentRunner(EpisodeRunner):
         Raises:
             UserError: for invalid messages, or an image that cannot be read.
         """
-        read = [read_message(name, message, with_images=True) for message in messages]
+        read = with_ordered_results(name, [read_message(name, message, with_images=True) for message in messages])
         (sources,) = place_images(name, {"images": list(of_row)}, read, refusal=self._refusal)
         layout = self._images.rules.layout
         if layout is None or not sources:
@@ -285,7 +284,7 @@ def build_runner(
         tokenizer: tokenizer of the actor.
         world: all ranks.
         samples: true if this rank runs episodes.
-        images: reads images that a class shows; none: there are none.
+        images: reads images that episodes show; none: there are none.
 
     Raises:
         UserError: when the environment cannot be loaded or shows images that the actor does not read, the chat template
@@ -293,16 +292,18 @@ def build_runner(
     """
     if config is None:
         return None
+    images = images or ImageCatalogue()
     if config.path is None:
         require_packages("rollout.endpoint" if config.program is None else "environment.program")
         from hybrid_rlhf.rl.environments.programs import ProgramRunner, read_program  # they import those packages
 
         with shared_user_errors(world):
             program = None if config.program is None else read_program(config)
-        return ProgramRunner(program, config, rollout=rollout, tokenizer=tokenizer, world=world, samples=samples)
+        return ProgramRunner(
+            program, config, rollout=rollout, tokenizer=tokenizer, world=world, samples=samples, images=images
+        )
     with shared_user_errors(world):
         factory = read_environment(config)
-        images = images or ImageCatalogue()
         if factory.shows_images and images.rules.refusal:
             raise UserError(f"environment.path: {config.path} shows images: {images.rules.refusal}")
     return EnvironmentRunner(factory, config, rollout=rollout, tokenizer=tokenizer, device=world.device, images=images)

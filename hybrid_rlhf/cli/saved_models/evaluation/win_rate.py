@@ -20,6 +20,7 @@ from hybrid_rlhf.rl.rewards.components import CompletionTexts
 from hybrid_rlhf.rl.rewards.judge import JudgeReward
 from hybrid_rlhf.rl.rewards.local_model import LocalModel
 from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.serving.saved_scorer import SavedScorer
 
 
 def win_rate(config: EvaluateConfig) -> Measurement:
@@ -36,8 +37,11 @@ def win_rate(config: EvaluateConfig) -> Measurement:
         judge = JudgeReward(component, device=torch.device("cpu"), local=_local(config))
     prompts = read_prompts(config)
     with_images = next((where for where, row in prompts if row.images), None)
-    if with_images is not None:
-        raise UserError(f"{with_images}: judges of win_rate read text, the row has images: remove it")
+    if with_images is not None and isinstance(judge, JudgeReward):
+        raise UserError(
+            f"{with_images}: a language model that judges reads text, the row has images: remove it, or give "
+            "judge.model a reward model"
+        )
     rows = [row for _, row in prompts]
     if isinstance(judge, JudgeReward):
         judge.require_columns(row.columns for row in rows)
@@ -46,7 +50,8 @@ def win_rate(config: EvaluateConfig) -> Measurement:
     if isinstance(judge, JudgeReward):
         margins, counted = _judged(judge, rows, ours, theirs)
     else:
-        margins = _rewarded(judge, rows, ours, theirs)
+        scorer = load_scorer(judge, max_image_pixels=config.max_image_pixels)
+        margins = _rewarded(scorer, prompts, ours, theirs)
     outcomes = [0.5 + 0.5 * ((margin > 0) - (margin < 0)) for margin in margins]
     counts = {
         "wins": sum(outcome > 0.5 for outcome in outcomes),
@@ -71,11 +76,18 @@ def _local(config: EvaluateConfig) -> LocalModel | None:
     return LocalModel(config.judge, lambda: engine_at(place, kv_cache_gib=None))
 
 
-def _rewarded(place: Place, rows: Sequence[PromptRow], ours: Sequence[str], theirs: Sequence[str]) -> list[float]:
+def _rewarded(
+    scorer: SavedScorer, prompts: Sequence[tuple[str, PromptRow]], ours: Sequence[str], theirs: Sequence[str]
+) -> list[float]:
     """By how much a reward model scores our completions higher; several scores of a model are added."""
-    scorer = load_scorer(place)
+    images = [scorer.read_images(where, row.images) for where, row in prompts]
     first, second = (
-        scorer.score([(row.messages, text, row.tools) for row, text in zip(rows, texts, strict=True)])
+        scorer.score(
+            [
+                (row.messages, text, row.tools, of_row)
+                for (_, row), text, of_row in zip(prompts, texts, images, strict=True)
+            ]
+        )
         for texts in (ours, theirs)
     )
     return [sum(our_scores) - sum(their_scores) for our_scores, their_scores in zip(first, second, strict=True)]
