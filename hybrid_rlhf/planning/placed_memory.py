@@ -1,8 +1,7 @@
 """Memory of each rank in each phase of an RL step under a plan.
 
-Ranks that hold the same roles need the same memory. The memory of a micro-batch is interpolated linearly in its rows
-between one row and the most rows (an upper bound), unless each is measured. A separate sampler keeps its inference
-weights in all phases, and with a policy lag also its cache.
+Ranks that hold the same roles need the same memory. A separate sampler keeps its inference weights in all phases, and
+with a policy lag also its cache.
 """
 
 from __future__ import annotations
@@ -59,10 +58,9 @@ class PlanMemory:
 class MemoryModel:
     """Estimates plans."""
 
-    def __init__(self, job: RLJob, machine: Device, *, exact: bool = False) -> None:
-        """Estimate plans of a job on a machine; `exact`: measure each micro-batch instead of interpolating."""
+    def __init__(self, job: RLJob, machine: Device) -> None:
+        """Estimate plans of a job on a machine."""
         self._job = job
-        self._exact = exact
         self.machine = machine
 
     def __call__(self, plan: StepPlan) -> PlanMemory:
@@ -219,13 +217,7 @@ class MemoryModel:
         """Memory that an engine adds while it trains or reads; in training the actor replays recorded experts."""
         batch = self._batch(role, plan, backward=backward)
         engine = self._engine(role, plan)
-        measure = engine.training if backward else engine.forward
-        if self._exact:
-            use = measure(batch)
-        else:  # a row and as many as the settings allow are measured
-            small = backward or self._reads_as_trained(role)
-            most = self._micro_batch(self._job.learned_rows, backward=small)
-            use = _between(measure(self._micro_batch(1, backward=small)), measure(most), batch.rows, most.rows)
+        use = engine.training(batch) if backward else engine.forward(batch)
         if backward and role.name == "actor":
             routes = replayed_bytes(_shapes(role), self._job.config.rollout)
             use += MemoryUse(buffers=routes * batch.tokens)
@@ -238,33 +230,23 @@ class MemoryModel:
                 use += MemoryUse(buffers=FLOAT32 * chunk * size)
         return use
 
-    def _reads_as_trained(self, role: RoleJob) -> bool:
-        """True if the micro-batches of a pass without gradient are those of the updates."""
-        return role.name == "actor" and not self._job.reads_own_reference
-
     def _batch(self, role: RoleJob, plan: StepPlan, *, backward: bool) -> BatchShape:
-        job = self._job
+        job, config = self._job, self._job.config
         place = plan.roles[role.name]
         readers = len(place.ranks) if role.is_trained else len(place.groups)
-        parts = job.config.algorithm.mini_batches * readers
-        return self._micro_batch(-(-job.learned_rows // parts), backward=backward or self._reads_as_trained(role))
-
-    def _micro_batch(self, rows: int, *, backward: bool) -> BatchShape:
-        config = self._job.config
-        new = config.rollout.sampling.max_new_tokens
-        length, device = longest_row(config.rollout), self._job.device.type
-        prefix = config.rollout.max_prompt_tokens
-        sharing = self._job.sharing(prefix, new)
+        reads_as_trained = role.name == "actor" and not job.reads_own_reference
+        new, prefix = config.rollout.sampling.max_new_tokens, config.rollout.max_prompt_tokens
+        sharing = job.sharing(prefix, new)
         return micro_batch(
             config.train,
             config.model,
-            rows,
-            length,
-            device=device,
+            -(-job.learned_rows // (config.algorithm.mini_batches * readers)),
+            longest_row(config.rollout),
+            device=job.device.type,
             head_tokens=new,
             prefix=prefix if sharing > 1 else 0,
             sharing=sharing,
-            backward=backward,
+            backward=backward or reads_as_trained,
             alike=config.learned_per_prompt,
             image_tokens=prefix,
         )
@@ -283,12 +265,6 @@ def _questions(rollout: RolloutConfig, judge: JudgeConfig) -> RolloutConfig:
         sampling=SamplingParams(max_new_tokens=judge.in_run.max_new_tokens),
         cuda_graphs=False,
     )
-
-
-def _between(one: MemoryUse, most: MemoryUse, rows: int, most_rows: int) -> MemoryUse:
-    """Memory of a number of rows, linear between that of one row and that of the most rows."""
-    share = (rows - 1) / (most_rows - 1) if most_rows > 1 else 0.0
-    return MemoryUse(**{name: low + share * (getattr(most, name) - low) for name, low in vars(one).items()})
 
 
 def _bucket_elements(model: ShapedModel) -> int:
