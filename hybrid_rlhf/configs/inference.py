@@ -18,6 +18,7 @@ from hybrid_rlhf.configs.sections.rules import (
     RowTokens,
     Settings,
     advanced,
+    nearest_hint,
     require,
     require_defaults,
     require_template_variables,
@@ -356,6 +357,12 @@ class EvaluateConfig(InferenceConfig):
         )
         if self.reward in VERIFIERS:
             require_output(self.sandbox, str(self.reward))
+        elif self.reward is not None:
+            require(
+                ":" in self.reward,
+                f"reward must be a function, such as rewards.py:correct, or a verifier, {' or '.join(VERIFIERS)}, got "
+                f"{self.reward}: {nearest_hint(self.reward, VERIFIERS, otherwise='give one of them')}",
+            )
         if self.chosen == "win_rate":
             require(
                 self.judge.model is not None or self.judge.path or self.judge.url,

@@ -249,6 +249,7 @@ def test_estimates() -> None:
         ("--data {data} --judge.model a --judge.url http://h/v1", "judge takes one of model and url"),
         ("--data {data} --against x --reward a:b", "one measure at a time, got against and reward"),
         ("--data {data} --measure pass_rate", "pass_rate needs --reward"),
+        ("--data {data} --reward maths", "or a verifier, math or code, got maths: the nearest is math"),
         ("--data {data} --reward a:b --sandbox.strict true", "sandbox goes with the rewards math and code, got a:b"),
         ("--data {data} --reward code --sandbox.output_bytes 9", "sandbox.output_bytes of code is 9: give 1024"),
         ("--data {data} --reward a:b --k 4", "k must be at most sampling.n 1"),
@@ -260,7 +261,7 @@ def test_estimates() -> None:
         ("--data {data} --reward {rewards}:digits --max_length 9", "a prompt may have max_length 9"),
         (
             "--data {data} --against x --judge.url http://127.0.0.1:9/v1",
-            "judge judge must answer, http://127.0.0.1:9/v1",
+            "reward component judge must answer, http://127.0.0.1:9/v1",
         ),
         ("--data {data} --judge.url http://h/v1", "judge goes with win_rate and --against, got the section judge"),
         ("--data {data} --against x --judge.model a --judge.rubric b", "a reward model as judge has no other keys"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
 import random
 import re
 import shlex
@@ -52,6 +53,7 @@ from tests.support.programs import ALGORITHM, SAMPLING, STOP
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import chat_row, episode_parts, whole
 from tests.support.routes import module_routes
+from tests.support.runs import ROOT, run_python
 from tests.support.steps import read_rows, run_outputs, write_lines
 from tests.support.templates import FAMILIES, tokenizer_of
 from tests.support.tiny import CHATML, tiny_tokenizer
@@ -690,6 +692,17 @@ def test_a_tool_that_cannot_be_isolated_ends_the_run_before_it_begins(monkeypatc
     with user_error(f"^environment.path: {path}: programs of a model run in namespaces.*: install bubblewrap") as told:
         read_environment(EnvironmentConfig(path=path, options=options))
     assert "environment.options" not in str(told.value)
+
+
+@pytest.mark.parametrize(("module", "library"), [("reasoning_gym", "reasoning_gym"), ("verifiers_hub", "verifiers")])
+def test_a_command_of_an_environment_without_its_library_ends_with_one_line(
+    module: str, library: str, tmp_path: Path
+) -> None:
+    """The library is imported before the command begins, which printed a traceback."""
+    (tmp_path / f"{library}.py").write_text("raise ImportError('absent')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run_python(["-m", f"hybrid_rlhf.rl.environments.{module}", "a", "b.jsonl", "3"], PYTHONPATH=path)
+    assert done.returncode == 2 and re.fullmatch(r"error: .* cannot be imported \(absent\): pip .*\n", done.stderr)
 
 
 def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

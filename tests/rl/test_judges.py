@@ -350,11 +350,11 @@ def test_a_judge_that_does_not_answer_or_reads_no_images_is_refused_at_the_start
     build: Any = lambda **more: build_reward(  # noqa: E731
         [config], solo_world(CPU), tokenizer=unused, resolve=str, **parts, **more
     )
-    with user_error("judge judge must answer, http://127.0.0.1:9/v1 cannot be reached .*: check its url and key"):
+    with user_error("reward component judge must answer, http://127.0.0.1:9/v1 cannot be reached .*: check its url"):
         build()
     config = RewardComponentConfig(judge={"url": "http://127.0.0.1:9/v1", "served_name": "x"})
     build()
-    with user_error("judge judge reads text, the rows have images"):
+    with user_error("reward component judge is a judge, which reads text, the rows have images"):
         build(has_images=True)
 
 

@@ -202,6 +202,9 @@ REFUSED_AT_THE_START = {
     f"{CURRICULUM} --algorithm.kl null {TEACHER_ALONE}": "rollout.curriculum skips prompts by their scores, got "
     "teacher without reward.components: leave it out",
     "--algorithm grpo --teacher.path OTHER": "the teacher must share the actor's tokens",
+    '--algorithm grpo --reward.components {"judge":{"url":"http://127.0.0.1:9/v1","rubric":"none.md"}}': (
+        "rubric must be a text or name a file, none.md does not exist: check the path"
+    ),
     "--reward.components MODEL": NO_HEAD.format("MODEL"),
     "--algorithm grpo --reward.components OTHER": NO_HEAD.format("OTHER"),
 }

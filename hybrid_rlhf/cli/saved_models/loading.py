@@ -16,7 +16,7 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.images.expansion import ImageRules
-from hybrid_rlhf.data.images.reading import require_size
+from hybrid_rlhf.data.images.reading import checked_size, require_size
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.image_loading import image_rules
 from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
@@ -85,14 +85,16 @@ def image_content(name: str) -> bytes:
     """The bytes of an image that a command names, read once.
 
     Raises:
-        UserError: if there is no such file, or it is too long.
+        UserError: if there is no such file, or it is no image.
     """
     file = regular_file(name, "an image must be a file")
     try:
         require_size(file.stat().st_size, name)
-        return file.read_bytes()
+        content = file.read_bytes()
     except OSError as error:
         raise UserError(f"an image must be a file, {name} cannot be read ({error.strerror}): check the path") from error
+    checked_size(content, name)
+    return content
 
 
 def with_image_files(messages: Sequence[Message]) -> list[Message]:

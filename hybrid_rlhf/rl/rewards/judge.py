@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.judge import JudgeConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.local_model import LocalModel
@@ -65,9 +66,7 @@ class JudgeReward(RewardComponent):
         self.columns = judge.columns
         self.in_background = local is None
         self.max_failure_fraction = judge.max_failure_fraction
-        self._rubric = judge.rubric or _RUBRIC
-        if self._rubric.endswith((".md", ".txt")):
-            self._rubric = read_text(self._rubric, "rubric must be a text or name a file")
+        self._rubric = read_rubric(judge)
         self._endpoint = local or Endpoint(
             [url.rstrip("/") for url in judge.urls],
             key="judge",
@@ -189,8 +188,22 @@ class JudgeReward(RewardComponent):
                 raise Unusable(f"got {show(reply)} in place of a list of models") from error
 
         for reason in self._endpoint.send({None: None}, read, path="/models").values():
-            raise UserError(f"judge {self.name} must answer, {reason}: check its url and key, or give served_name")
+            raise UserError(
+                f"reward component {self.name} must answer, {reason}: check its url and key, or give served_name"
+            )
         return found[0]
+
+
+def read_rubric(judge: JudgeConfig) -> str:
+    """The criterion of a judge that has no column with it.
+
+    Raises:
+        UserError: when its file is missing.
+    """
+    rubric = judge.rubric or _RUBRIC
+    if rubric.endswith((".md", ".txt")):
+        return read_text(rubric, "rubric must be a text or name a file")
+    return rubric
 
 
 def _results(numbers: Mapping[Question, Sequence[float]]) -> dict[tuple[str, str], list[float]]:

@@ -286,18 +286,18 @@ def build_reward(
     with shared_user_errors(world):
         for component in components:
             if component.model is None:
-                if component.judge_path is None:
-                    background[component.label] = background_part(component, world, folder)
                 require(
                     not (has_images and component.judge),
-                    f"judge {component.label} reads text, the rows have images: use a reward model, function or "
-                    "endpoint, or remove the images",
+                    f"reward component {component.label} is a judge, which reads text, the rows have images: use a "
+                    "reward model, function or endpoint, or remove the images",
                 )
                 require(
                     not (has_images and component.protocol == "openrlhf" and component.urls),
                     f"reward component {component.label} must have the protocol scores to read images, got openrlhf: "
                     "leave it out",
                 )
+                if component.judge_path is None:
+                    background[component.label] = background_part(component, world, folder)
 
     def build(component: RewardComponentConfig) -> RewardComponent:
         if component.judge is not None and component.judge.path is not None:

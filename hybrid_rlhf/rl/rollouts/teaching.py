@@ -101,12 +101,17 @@ class Teaching:
     def _number(self, columns: Mapping[str, Any]) -> int:
         """Number of the teacher of a row."""
         column = self.config.source_column
-        value = str(columns.get(column))
-        number = self._number_of.get(value, self._default)
+        value = columns.get(column)
+        number = self._number_of.get(str(value), self._default)
         if number is None:
+            found, fix = (
+                ("without it", "name the column by teacher.source_column, or give teacher.path")
+                if value is None
+                else (f"with {str(value)!r}", "add it")
+            )
             raise UserError(
                 f"teacher.per_source must have each value of column {column!r} unless teacher.path has the others, got "
-                f"a row with {value!r}: add it"
+                f"a row {found}: {fix}"
             )
         return number
 
