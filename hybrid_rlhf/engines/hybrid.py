@@ -331,12 +331,9 @@ class AbsentActor(AbsentEngine):
 
     samples_while_training = False
 
-    def __init__(
-        self, role: Role, world: World, facts: EngineFacts, *, tensor_parallel: int = 1, own: bool = False
-    ) -> None:
-        """Args: role, ranks and facts of the actor, the number of ranks that generate together, and `own` of their
-        groups."""
-        super().__init__(role, world, facts)
+    def __init__(self, world: World, facts: EngineFacts, *, tensor_parallel: int, own: bool) -> None:
+        """Args: ranks and facts of the actor, the number of ranks that generate together, and `own` of their groups."""
+        super().__init__("actor", world, facts)
         self.generation_world = world.split(tensor_parallel, own=own)
         self.groups = groups_of(world, self.generation_world)
         """Number of tensor-parallel groups, and the index of this rank's; None: it is in none."""

@@ -50,7 +50,7 @@ def test_the_actor_on_the_ranks_where_it_samples(
 
 def test_an_actor_that_does_not_sample_keeps_its_states_and_has_no_cache() -> None:
     found = rules(offload_states=True, keep_weights=True).actor(2, samples=False)
-    assert found == rules().learner("actor", 2) and not found.moves
+    assert found == rules().learner("actor", 2)
     assert found.at("KV cache", "sampling") == F
 
 
@@ -73,11 +73,10 @@ def test_frozen_roles_come_for_their_phase_unless_they_are_shared() -> None:
     whole, sharded = RolePlacement((0, 1)), RolePlacement((0, 1), 3)
     offloads = rules(offload_frozen=True)
     assert offloads.frozen(whole).places == {"weights": IN_USE}
-    assert offloads.frozen(whole).moves == [("scoring", "weights", D), ("log-probs and values", "weights", H)]
     assert offloads.frozen(sharded).zero(3) == ZeroConfig(stage=3, offload_parameters=True)
     assert rules().frozen(sharded, sharded_on_host=True).zero(3).offload_parameters
     assert not rules().frozen(sharded).zero(3).offload_parameters
-    assert rules().frozen(whole).moves == []
+    assert rules().frozen(whole).places == {"weights": STAY}
 
 
 def test_the_settings_of_a_config_are_the_rules_of_its_placement() -> None:

@@ -14,6 +14,8 @@ _SINGLE = "\u3040-\u30ff\u3400-\u9fff"
 """Characters of languages that are written without spaces: each counts as a word."""
 _WORD = re.compile(rf"[{_SINGLE}]|[^\W_{_SINGLE}]+")
 _ACCENTS = re.compile("[\u0300-\u036f]+")
+_PREVIEW = 200
+"""Longest preview."""
 
 
 def prompt_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -47,7 +49,7 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
-def preview(text: str, longest: int = 200) -> str:
+def preview(text: str) -> str:
     """The beginning of a text on one line."""
-    shown = " ".join(text[: 2 * longest].split())
-    return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
+    shown = " ".join(text[: 2 * _PREVIEW].split())
+    return shown if len(shown) <= _PREVIEW else f"{shown[: _PREVIEW - 3]}..."

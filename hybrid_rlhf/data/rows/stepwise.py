@@ -99,7 +99,6 @@ def encode_steps(
     tokenizer: PreTrainedTokenizerBase,
     separator: str,
     tools: Tools | None = None,
-    images: RowImages | None = None,
 ) -> StepwiseTokens:
     """Tokenise any completion and split it at separators; blank parts are not steps.
 
@@ -107,7 +106,7 @@ def encode_steps(
         UserError: if the tokenizer or the chat template does not show where steps end.
     """
     steps = completion.split(separator)
-    tokens = _encode(prompt, steps, tokenizer, separator, tools, images)
+    tokens = _encode(prompt, steps, tokenizer, separator, tools)
     shown = [end for step, end in zip(steps, tokens.ends, strict=True) if step.strip()]
     return StepwiseTokens(tokens.input_ids, [*shown[:-1], tokens.ends[-1]], tokens.first)
 
@@ -118,7 +117,7 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase,
     separator: str,
     tools: Tools | None,
-    images: RowImages | None,
+    images: RowImages | None = None,
 ) -> StepwiseTokens:
     if not tokenizer.is_fast:
         raise UserError(

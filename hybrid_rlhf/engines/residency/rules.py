@@ -54,19 +54,6 @@ class RoleResidency:
         """True if a part is on the host in some phases and on the device in others."""
         return {"device", "host"} <= {*self.places.get(part, ())}
 
-    @property
-    def moves(self) -> list[tuple[Phase, Part, Place]]:
-        """Moves between host and device, as (phase at whose beginning it happens, part, new location).
-
-        The first phase follows the last.
-        """
-        moves: list[tuple[Phase, Part, Place]] = []
-        for number, phase in enumerate(PHASES):
-            for part, places in self.places.items():
-                if {places[number - 1], places[number]} == {"device", "host"}:
-                    moves.append((phase, part, places[number]))
-        return moves
-
 
 @dataclass(frozen=True)
 class ResidencyRules:

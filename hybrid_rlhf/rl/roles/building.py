@@ -160,7 +160,7 @@ class _Builder:
         facts = self._facts(actor, part)
         together = self._rollout.tensor_parallel if samples else 1
         own = self._rollout.max_lag > 0
-        return AbsentActor("actor", part, facts, tensor_parallel=together, own=own) if actor is None else actor
+        return AbsentActor(part, facts, tensor_parallel=together, own=own) if actor is None else actor
 
     def _actor_spec(self, path: str) -> EngineSpec:
         section = self._config.actor
