@@ -17,7 +17,7 @@ from hybrid_rlhf.rl.environments.tools import UNREADABLE
 from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.sandbox import local
-from hybrid_rlhf.runtime.sandbox.container import STAY
+from hybrid_rlhf.runtime.sandbox.container import STAY, ContainerEnded
 from hybrid_rlhf.runtime.world import World
 from tests.support.ahead import rollout_line
 from tests.support.clock import wait_until
@@ -65,6 +65,9 @@ def test_an_episode_is_rewarded_by_its_tests(started: Callable[..., Shell]) -> N
     assert told.observation is not None and told.observation.startswith("[no output]\n/tmp/src\nls: cannot access")
     assert told.observation.endswith("[exit status 2]")
     assert shell.step("<tool_call>ls</tool_call>") == (UNREADABLE, 0.0, False)
+    for arguments in ("{}", '{"cmd": "ls"}', '{"command": ["ls"]}'):
+        told = shell.step(f'<tool_call>{{"name": "shell", "arguments": {arguments}}}</tool_call>')
+        assert told == ("[shell takes a command, a text]", 0.0, False), "no output of another command"
     assert shell.step("Done.") == (None, 1.0, True)
     assert started().step("Done.") == (None, 0.0, True)
     assert started(tests=None).step("Done.") == (None, 1.0, True), "by those of the option"
@@ -99,6 +102,23 @@ def test_what_ends_an_episode_is_told(started: Callable[..., Shell]) -> None:
     assert shell.truncated() == 0.0
     observation, reward, done = shell.step(call("echo here"))
     assert (reward, done) == (0.0, True) and "the container of a shell has ended" in str(observation)
+
+
+def test_attempts_to_start_an_episode_leave_no_container(started: Callable[..., Shell]) -> None:
+    """One that is repeated, and one that ends after the episode has failed for its time."""
+    shell = started()
+    first = shell._container
+    assert first is not None
+    shell.reset(TASK)
+    assert shell.step(call("echo here")).observation == "here"
+    with pytest.raises(ContainerEnded):
+        first.shell("echo")
+    before = _own_containers()
+    late = Shell(sandbox=SANDBOX, pool=0)
+    late.close()
+    with pytest.raises(OSError, match="fails in a container"):
+        late.reset(TASK)
+    assert _own_containers() == before
 
 
 def test_episodes_share_nothing(started: Callable[..., Shell]) -> None:

@@ -27,7 +27,7 @@ from tests.support.clock import ManualClock
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """Of a server with four connections and half a second for headers."""
-    monkeypatch.setattr(web, "raise_descriptors", lambda: 4)
+    monkeypatch.setattr(web, "connections_that_fit", lambda: 4)
     monkeypatch.setattr(LimitedProtocol, "header_seconds", 0.5)
     app = FastAPI()
 
