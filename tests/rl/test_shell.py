@@ -95,7 +95,9 @@ def test_the_actor_cannot_change_the_tests(started: Callable[..., Shell], attack
 
 def test_what_ends_an_episode_is_told(started: Callable[..., Shell]) -> None:
     shell = started()
-    assert shell.step(call("sleep 60")) == ("[it took longer than its time limit]", 0.0, False)
+    ended = "[the shell has ended, the next command has a new one]"
+    assert shell.step(call("sleep 60")) == (f"[it took longer than its time limit]\n{ended}", 0.0, False)
+    assert shell.step(call("cd made; exit 3")).observation == f"[exit status 3]\n{ended}"
     assert shell.step(call("echo here")).observation == "here"
     assert shell._container is not None
     shell._container._remove()

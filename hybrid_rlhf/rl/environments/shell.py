@@ -155,4 +155,6 @@ def _run(container: Container, command: object) -> str:
     parts = [result.stdout.rstrip()]
     if result.failure is not None:
         parts.append(f"[{result.failure}]")
+    if not container.has_shell:
+        parts.append("[the shell has ended, the next command has a new one]")
     return "\n".join(filter(None, parts)) or "[no output]"
