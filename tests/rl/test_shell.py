@@ -214,8 +214,10 @@ def _own_containers() -> set[int]:
 
 
 def test_mistakes_of_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = _own_containers()
     with user_error("setup of a shell must succeed, 'no_such' fails .exit status 127: bash: line 1: no_such"):
         Shell(setup="no_such")
+    assert _own_containers() <= before
     (tmp_path / "pool.py").write_text("class Pool:\n    def __init__(self, config): pass\n    def run(self): pass\n")
     with user_error("a shell needs a sandbox with open.., .*pool.py:Pool has none"):
         Shell(sandbox={"kind": f"{tmp_path}/pool.py:Pool"})

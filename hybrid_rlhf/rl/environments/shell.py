@@ -8,6 +8,7 @@ The reward is 1 if its exit status is 0.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections import deque
@@ -117,13 +118,12 @@ class _Pool:
             raise UserError(f"a shell needs a sandbox with open(), {sandbox.kind} has none: add it, or choose another")
         self._snapshot: str | None = None
         try:
-            container = self._open()
-            if setup is not None:
-                result = container.run(setup)
-                if not result.succeeded:
-                    raise UserError(f"setup of a shell must succeed, {setup!r} fails ({result.failure}): fix it")
-                self._snapshot = container.snapshot()
-            container.close()
+            with contextlib.closing(self._open()) as container:
+                if setup is not None:
+                    result = container.run(setup)
+                    if not result.succeeded:
+                        raise UserError(f"setup of a shell must succeed, {setup!r} fails ({result.failure}): fix it")
+                    self._snapshot = container.snapshot()
         except (ContainerEnded, OSError) as error:
             raise UserError(f"a shell needs containers with bash, tar and base64 ({error}): fix the sandbox") from error
         self._starter = ThreadPoolExecutor(max(1, size))
