@@ -213,6 +213,10 @@ def test_another_kind_of_server_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         server.content(httpx2.Response(200, text="<html>"), "/v1/models")
     with user_error(r"http://other must accept what /v1/completions is asked, .* HTTP 400 \(too long\): change"):
         server.content(httpx2.Response(400, text="too long"), "/v1/completions")
+    for answer in ({"error": "busy"}, {"choices": [{}]}, {"choices": [{"prompt_logprobs": [None, None]}]}, None):
+        monkeypatch.setattr(VLLMServer, "call", lambda *_, answer=answer, **__: answer)
+        with user_error("must be servers with prompt_logprobs, http://other has none"):
+            server.prompt_logprobs([5, 6])
     monkeypatch.setattr(VLLMServer, "call", lambda *_: {"detail": "none"})
     with user_error("must be a vLLM server, its /v1/models has no model"):
         server.introduce()

@@ -139,11 +139,18 @@ class VLLMServer:
             "temperature": 0.0,
             "prompt_logprobs": top,
         }
-        choice = self.call("POST", "/v1/completions", json=body)["choices"][0]
-        logprobs = choice.get("prompt_logprobs")
-        if logprobs is None:
-            raise UserError(f"{self.setting} must be servers with prompt_logprobs, {self.shown} has none: use vLLM")
-        return [{int(token): float(of["logprob"]) for token, of in likely.items()} for likely in logprobs[1:]]
+        answer = self.call("POST", "/v1/completions", json=body)
+        try:
+            found = answer["choices"][0]["prompt_logprobs"][1:]
+            return [
+                {int(token): float(of["logprob"]) for token, of in likely.items()}
+                for _, likely in zip(tokens[1:], found, strict=True)
+            ]
+        except (TypeError, ValueError, LookupError, AttributeError):
+            raise UserError(
+                f"{self.setting} must be servers with prompt_logprobs, {self.shown} has none "
+                f"({shortened(str(answer), 300)}): use vLLM"
+            ) from None
 
     def content(self, response: httpx2.Response, path: str) -> Any:
         """Return the JSON of an answer; None if it is empty.
