@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import time
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from hybrid_rlhf.runtime.descriptors import MOST_DESCRIPTORS, raise_descriptors
+
 HEADER_SECONDS = 30.0
 """Time from the first byte of a request, or the beginning of its connection, to the end of its headers."""
-_MOST_DESCRIPTORS = 16_384
 _OTHER_DESCRIPTORS = 256
 """Descriptors for files and what has been accepted but not counted yet."""
 BACKLOG = 128
@@ -29,14 +29,9 @@ _LINE_CHARACTERS = 4000
 """Largest length of a line, and of its traceback."""
 
 
-def raise_descriptors() -> int:
-    """Raise the limit of descriptors as far as this process may; returns the number of connections that fit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    most = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)
+def connections_that_fit() -> int:
+    """Raise the limit of descriptors; returns the number of connections that fit."""
+    most = raise_descriptors()
     return max(most // 2, most - _OTHER_DESCRIPTORS)
 
 
@@ -47,7 +42,7 @@ class LimitedProtocol(_Protocol):  # type: ignore[misc]  # httptools' or h11's
     """uvicorn's protocol of a connection. Those without headers in time are closed, and where there are too many, the
     one that has waited longest for a whole request, so that clients which send one are answered."""
 
-    most = _MOST_DESCRIPTORS
+    most = MOST_DESCRIPTORS
     """Largest number of connections."""
     accepted: ClassVar[set[LimitedProtocol]]
     """Connections of the server."""

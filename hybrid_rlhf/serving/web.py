@@ -32,7 +32,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.serving.connections import BACKLOG, limit_lines, limited_protocol, raise_descriptors
+from hybrid_rlhf.serving.connections import BACKLOG, connections_that_fit, limit_lines, limited_protocol
 
 ResultT = TypeVar("ResultT")
 CLIENT_CLOSED = 499
@@ -295,7 +295,7 @@ class WebServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=closing_seconds,
-                http=limited_protocol(raise_descriptors()),
+                http=limited_protocol(connections_that_fit()),
                 backlog=BACKLOG,
             )
         )

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import resource
 import shlex
 import shutil
 import textwrap
@@ -43,6 +44,7 @@ from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.rl.types import Episode, Rollout
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
+from hybrid_rlhf.runtime.descriptors import MOST_DESCRIPTORS
 from hybrid_rlhf.runtime.sandbox import local
 from hybrid_rlhf.runtime.world import World
 from tests.support.ahead import rollout_line
@@ -389,6 +391,42 @@ def test_calls_run_at_once_and_a_blocked_loop_is_left() -> None:
     assert quick([partial(ended.wait, 60)] * 16) == [late] * 16
     assert "16 earlier calls still hang" in quick([lambda: 1])[0].reason
     ended.set()
+
+
+CLOSED: list[int] = []
+ALL_CLOSED = threading.Event()
+
+
+class Held(Scripted):
+    """Answers when all are closed."""
+
+    def step(self, completion: str) -> Any:
+        ALL_CLOSED.wait(60)
+
+    def close(self) -> None:
+        CLOSED.append(1)
+
+
+def test_environments_are_closed_however_many_calls_hang(build: Any) -> None:
+    """From 16 on no call was made, not even the one that may end what the others hang on."""
+    parts = build(Held, timeout_seconds=0.5, on_failure="drop")
+    try:
+        with user_error("it failed in 24 of 24 episodes: it took longer than 0.5 s"):
+            parts.sampler.sample(PROMPTS * 4, step=1)
+        assert len(CLOSED) == 24
+    finally:
+        ALL_CLOSED.set()
+
+
+def test_episodes_may_open_more_files_than_systems_allow_at_first(build: Any) -> None:
+    """Each with a shell has five: 202 ended a run."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[0]), limits[1]))
+    try:
+        build()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(limits[1], MOST_DESCRIPTORS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_long_call_does_not_delay_the_next_ones() -> None:

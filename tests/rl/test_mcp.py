@@ -30,6 +30,7 @@ from hybrid_rlhf.rl.environments.mcp_tools import MCPTools  # noqa: E402
 SERVER = """
 import os, sys, time
 from mcp.server import MCPServer
+from mcp_types import CallToolResult
 
 server, total = MCPServer("counter"), 0
 
@@ -45,6 +46,11 @@ def wait() -> str:
     "Never return in time."
     time.sleep(60)
     return ""
+
+@server.tool()
+def pair() -> CallToolResult:
+    "Return no text."
+    return CallToolResult(content=[], structured_content={"first": 1})
 
 @server.tool()
 def end() -> str:
@@ -88,7 +94,7 @@ def play(servers: dict[str, Any], *turns: str) -> list[Any]:
         tools = MCPTools(servers=servers, timeout_seconds=1.0)
         try:
             assert await asyncio.create_task(tools.reset(ROW)) == ROW["prompt"]
-            assert [tool["function"]["name"] for tool in tools.tools] == ["add", "wait", "end"]
+            assert [tool["function"]["name"] for tool in tools.tools] == ["add", "wait", "pair", "end"]
             parameters = tools.tools[0]["function"]["parameters"]
             assert parameters["properties"]["number"]["type"] == "integer" and parameters["required"] == ["number"]
             return [await asyncio.create_task(tools.step(turn)) for turn in turns]
@@ -99,10 +105,11 @@ def play(servers: dict[str, Any], *turns: str) -> list[Any]:
 
 
 def test_tools_are_called_and_the_answer_is_rewarded(servers: dict[str, Any]) -> None:
-    turns = [call("add", number=2) + call("add", number=3), call("add", number="x"), "so <answer>5</answer>"]
-    both, wrong, answer = play(servers, *turns)
+    turns = [call("add", number=2) + call("add", number=3), call("add", number="x"), call("pair")]
+    both, wrong, structured, answer = play(servers, *turns, "so <answer>5</answer>")
     assert both[0] == "2\n5" and both[1:] == (0.0, False)
     assert "number" in wrong[0] and not wrong[2], "the observation is the error of the arguments"
+    assert structured == ('{"first": 1}', 0.0, False)
     assert answer == (None, 1.0, True)
     assert play(servers, "6") == [(None, 0.0, True)] and play(servers, "5") == [(None, 1.0, True)]
 
@@ -132,6 +139,33 @@ def test_a_run_leaves_no_server(world: World, paths: dict[str, str], script: Pat
     parts = environment_parts(world, paths["actor"], MCPTools, options=options, **settings)
     with user_error("MCPTools failed in 2 of 2 episodes: it raised .*[Cc]losed"):
         parts.sampler.sample([chat_row("a", answer=1)], step=1)
+
+
+@pytest.mark.parametrize("fault", ["os._exit(1)", "time.sleep(600)"])
+def test_a_repeated_reset_connects_anew(fault: str, script: Path, tmp_path: Path) -> None:
+    """The prompt had the tools of the attempt before too, and its servers ran on."""
+    second, begun = tmp_path / "second.py", tmp_path / "begun"
+    first_time = f"if not os.path.exists({str(begun)!r}):\n    open({str(begun)!r}, 'w')\n    {fault}\n"
+    tool = "@server.tool()\ndef "
+    second.write_text(f"import os, time\n{first_time}{SERVER}".replace(tool, f"{tool}other_"))
+    servers = {file.stem: {"command": sys.executable, "args": [str(file), "stdio"]} for file in (script, second)}
+
+    async def episode() -> list[str]:
+        tools = MCPTools(servers=servers)
+        attempt = asyncio.create_task(tools.reset(ROW))
+        while not (attempt.done() or begun.exists()):
+            await asyncio.sleep(0.05)
+        if "sleep" in fault:
+            attempt.cancel()  # its time is over
+        await asyncio.wait([attempt])
+        assert attempt.cancelled() or attempt.exception() is not None
+        await asyncio.create_task(tools.reset(ROW))
+        names = [tool["function"]["name"] for tool in tools.tools]
+        await asyncio.create_task(tools.close())
+        return names
+
+    assert len(asyncio.run(episode())) == 8
+    wait_until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])])
 
 
 def test_a_server_has_a_command_or_an_address() -> None:

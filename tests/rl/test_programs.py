@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,10 @@ import torch
 
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.generation.sampling import Completion
 from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.rl.metrics import episode_metrics
-from hybrid_rlhf.rl.types import Rollout
+from hybrid_rlhf.rl.types import Episode, Rollout
 from hybrid_rlhf.runtime.world import World
 from tests.support.errors import user_error
 from tests.support.families import variant
@@ -251,6 +255,37 @@ def test_who_goes_beyond_the_limits_is_truncated(build_program: Any) -> None:
     rollout = played.sampler.sample(PROMPTS, step=1)
     followed = rollout.lengths - rollout.response_mask.int().argmax(dim=1)
     assert int(followed.max()) <= 40 and not rollout.stopped.any()
+
+
+RECORDING = threading.Event()
+
+
+def leave(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
+    """Returns while its answer is recorded."""
+
+    def ask() -> None:
+        with contextlib.suppress(openai.OpenAIError), client_of(base_url, api_key) as client:
+            client.chat.completions.create(model=model, messages=row["prompt"], max_tokens=3)
+
+    threading.Thread(target=ask, daemon=True).start()
+    assert RECORDING.wait(60)
+    return 2.0
+
+
+def test_an_answer_is_recorded_whole_or_not_at_all(build_program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that returned, or whose time was over, had a sequence with a part of its tokens and no reward."""
+    add_turn = Episode.add_turn
+
+    def slowly(self: Episode, completion: Completion) -> None:
+        RECORDING.set()
+        time.sleep(0.5)
+        add_turn(self, completion)
+
+    RECORDING.clear()
+    monkeypatch.setattr(Episode, "add_turn", slowly)
+    one = replace(SAMPLING, sampling=replace(SAMPLING.sampling, n=1))
+    rollout = build_program(leave, sampling=one).sampler.sample(PROMPTS[:1], step=1)
+    assert rollout.response_mask.any() and rollout.turn_rewards.sum(dim=1).tolist() == [2.0]
 
 
 def test_only_the_episodes_own_address_answers(build_program: Any) -> None:

@@ -17,7 +17,7 @@ from hybrid_rlhf.rl.environments.tools import UNREADABLE
 from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.sandbox import local
-from hybrid_rlhf.runtime.sandbox.container import STAY
+from hybrid_rlhf.runtime.sandbox.container import STAY, ContainerEnded
 from hybrid_rlhf.runtime.world import World
 from tests.support.ahead import rollout_line
 from tests.support.clock import wait_until
@@ -66,6 +66,9 @@ def test_an_episode_is_rewarded_by_its_tests(started: Callable[..., Shell]) -> N
     assert told.observation is not None and told.observation.startswith("[no output]\n/tmp/src\nls: cannot access")
     assert told.observation.endswith("[exit status 2]")
     assert shell.step("<tool_call>ls</tool_call>") == (UNREADABLE, 0.0, False)
+    for arguments in ("{}", '{"cmd": "ls"}', '{"command": ["ls"]}'):
+        told = shell.step(f'<tool_call>{{"name": "shell", "arguments": {arguments}}}</tool_call>')
+        assert told == ("[shell takes a command, a text]", 0.0, False), "no output of another command"
     assert shell.step("Done.") == (None, 1.0, True)
     assert started().step("Done.") == (None, 0.0, True)
     assert started(tests=None).step("Done.") == (None, 1.0, True), "by those of the option"
@@ -93,7 +96,9 @@ def test_the_actor_cannot_change_the_tests(started: Callable[..., Shell], attack
 
 def test_what_ends_an_episode_is_told(started: Callable[..., Shell]) -> None:
     shell = started(seconds=2.0)
-    assert shell.step(call("sleep 60")) == ("[it took longer than its time limit]", 0.0, False)
+    ended = "[the shell has ended, the next command has a new one]"
+    assert shell.step(call("sleep 60")) == (f"[it took longer than its time limit]\n{ended}", 0.0, False)
+    assert shell.step(call("cd made; exit 3")).observation == f"[exit status 3]\n{ended}"
     assert shell.step(call("echo here")).observation == "here"
     assert shell._container is not None
     shell._container._remove()
@@ -101,6 +106,23 @@ def test_what_ends_an_episode_is_told(started: Callable[..., Shell]) -> None:
     assert shell.truncated() == 0.0
     observation, reward, done = shell.step(call("echo here"))
     assert (reward, done) == (0.0, True) and "the container of a shell has ended" in str(observation)
+
+
+def test_attempts_to_start_an_episode_leave_no_container(started: Callable[..., Shell]) -> None:
+    """One that is repeated, and one that ends after the episode has failed for its time."""
+    shell = started()
+    first = shell._container
+    assert first is not None
+    shell.reset(TASK)
+    assert shell.step(call("echo here")).observation == "here"
+    with pytest.raises(ContainerEnded):
+        first.shell("echo")
+    before = _own_containers()
+    late = Shell(sandbox=SANDBOX, pool=0)
+    late.close()
+    with pytest.raises(OSError, match="fails in a container"):
+        late.reset(TASK)
+    assert _own_containers() == before
 
 
 def test_episodes_share_nothing(started: Callable[..., Shell]) -> None:
@@ -194,8 +216,10 @@ def _own_containers() -> set[int]:
 
 
 def test_mistakes_of_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = _own_containers()
     with user_error("setup of a shell must succeed, 'no_such' fails .exit status 127: bash: line 1: no_such"):
         Shell(setup="no_such")
+    assert _own_containers() <= before
     (tmp_path / "pool.py").write_text("class Pool:\n    def __init__(self, config): pass\n    def run(self): pass\n")
     with user_error("a shell needs a sandbox with open.., .*pool.py:Pool has none"):
         Shell(sandbox={"kind": f"{tmp_path}/pool.py:Pool"})

@@ -319,7 +319,7 @@ def test_a_teacher_reads_the_rows_of_its_source_after_its_own_prompt() -> None:
     teaching = Teaching(config, roles, tiny_tokenizer())
     rows = [
         chat_row("one", source="b", solution="1"),
-        chat_row("two", source="c", solution="22"),
+        chat_row("two", source="c", solution="22", tools=json.dumps([{"name": "f", "parameters": {}}])),  # as text
         chat_row("3", solution=3),
     ]
     lengths = [len(row["input_ids"]) for row in rows]

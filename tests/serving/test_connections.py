@@ -29,7 +29,7 @@ HELD: list[str] = []
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """Of a server with four connections and a second for headers."""
-    monkeypatch.setattr(web, "raise_descriptors", lambda: 4)
+    monkeypatch.setattr(web, "connections_that_fit", lambda: 4)
     monkeypatch.setattr(LimitedProtocol, "header_seconds", 1.0)
     app = FastAPI()
 

@@ -391,7 +391,7 @@ def test_what_a_key_has_too_much_of_is_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_a_key_holds_half_of_the_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for a result holds one for 20 s; those of others were closed."""
-    monkeypatch.setattr(app, "raise_descriptors", lambda: 4)
+    monkeypatch.setattr(app, "connections_that_fit", lambda: 4)
     with training_server(tmp_path, poll_seconds=600.0) as (url, service), ThreadPoolExecutor(2) as threads:
         alice = Client(url)
         model = alice.model()

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,7 +95,8 @@ class VLLMServer:
         """
         import httpx2
 
-        transport = httpx2.HTTPTransport(uds=None if self.socket is None else str(self.socket))
+        socket = None if self.socket is None else str(self.socket)
+        transport = httpx2.HTTPTransport(uds=socket, verify=_certificates())
         timeout = httpx2.Timeout(seconds, connect=_CONNECT_SECONDS)
         with httpx2.Client(transport=transport, base_url=self.url, headers=self.headers, timeout=timeout) as client:
             try:
@@ -136,11 +139,18 @@ class VLLMServer:
             "temperature": 0.0,
             "prompt_logprobs": top,
         }
-        choice = self.call("POST", "/v1/completions", json=body)["choices"][0]
-        logprobs = choice.get("prompt_logprobs")
-        if logprobs is None:
-            raise UserError(f"{self.setting} must be servers with prompt_logprobs, {self.shown} has none: use vLLM")
-        return [{int(token): float(of["logprob"]) for token, of in likely.items()} for likely in logprobs[1:]]
+        answer = self.call("POST", "/v1/completions", json=body)
+        try:
+            found = answer["choices"][0]["prompt_logprobs"][1:]
+            return [
+                {int(token): float(of["logprob"]) for token, of in likely.items()}
+                for _, likely in zip(tokens[1:], found, strict=True)
+            ]
+        except (TypeError, ValueError, LookupError, AttributeError):
+            raise UserError(
+                f"{self.setting} must be servers with prompt_logprobs, {self.shown} has none "
+                f"({shortened(str(answer), 300)}): use vLLM"
+            ) from None
 
     def content(self, response: httpx2.Response, path: str) -> Any:
         """Return the JSON of an answer; None if it is empty.
@@ -164,6 +174,14 @@ class VLLMServer:
             f"{self.shown} must have vLLM's route {path}, it answered HTTP {status} ({text}): start vLLM with "
             f"VLLM_SERVER_DEV_MODE=1, and check {self.setting}"
         )
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """The certificates that clients trust; to read them takes longer than most calls."""
+    import httpx2
+
+    return httpx2.create_ssl_context()
 
 
 def _reason(error: Exception) -> str:
@@ -550,7 +568,7 @@ class _Session:
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
             socket = None if server.socket is None else str(server.socket)
             self._clients[server] = httpx2.AsyncClient(
-                transport=httpx2.AsyncHTTPTransport(uds=socket, limits=limits),
+                transport=httpx2.AsyncHTTPTransport(uds=socket, limits=limits, verify=_certificates()),
                 base_url=server.url,
                 headers=server.headers,
                 timeout=httpx2.Timeout(None, connect=_CONNECT_SECONDS),  # a completion may wait for its turn for long

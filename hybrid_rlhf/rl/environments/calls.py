@@ -72,10 +72,11 @@ class EnvironmentCalls:
                 self._loop = _started_loop()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    async def result(self, call: Callable[[], Any]) -> Any:
-        """Result of a function or a coroutine function, or CallFailure."""
+    async def result(self, call: Callable[[], Any], *, closes: bool = False) -> Any:
+        """Result of a function or a coroutine function, or CallFailure. One that `closes` is made in any case, because
+        it may end what other calls hang on."""
         self._hanging = [hanging for hanging in self._hanging if not hanging.has_ended()]
-        if len(self._hanging) >= MAX_HANGING_CALLS:
+        if len(self._hanging) >= MAX_HANGING_CALLS and not closes:
             return CallFailure(f"{len(self._hanging)} earlier calls still hang")
         is_coroutine = inspect.iscoroutinefunction(call)
         attempt = self._in_loop if is_coroutine else self._in_thread

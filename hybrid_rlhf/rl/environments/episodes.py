@@ -26,6 +26,7 @@ from hybrid_rlhf.generation.open_batch import PromptBatch, RequestBatch, Streame
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams
 from hybrid_rlhf.rl.environments.calls import EnvironmentCalls
 from hybrid_rlhf.rl.types import Episode
+from hybrid_rlhf.runtime.descriptors import raise_descriptors
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 
@@ -77,6 +78,7 @@ class EpisodeRunner(ABC):
 
     def __init__(self, config: EnvironmentConfig, rollout: RolloutConfig, device: torch.device) -> None:
         """Take the limits of an episode, how completions are sampled, and this rank's device."""
+        raise_descriptors()  # an episode with a shell has five
         self._config = config
         self._rollout = rollout
         self._calls = EnvironmentCalls(

@@ -8,6 +8,7 @@ calls them in the format of its chat template. A turn without a call ends the ep
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -38,11 +39,13 @@ class MCPTools:
         """Take servers by name, each with `command`, `args` and `env`, or with `url`, and the time limit of a call."""
         self._servers = {name: _server(name, dict(server)) for name, server in servers.items()}
         self._timeout_seconds = timeout_seconds
-        self.tools: Tools = []
+        self._connection: asyncio.Task[None] | None = None
 
     async def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Connect to the servers."""
+        await self.close()  # what an attempt has begun that failed (environment.retries)
         self._answer = row.get("answer")
+        self.tools: Tools = []
         self._clients: dict[str, Client] = {}
         self._connected, self._closing = asyncio.Event(), asyncio.Event()
         # A connection ends in the task that began it.
@@ -66,6 +69,8 @@ class MCPTools:
 
     async def close(self) -> None:
         """End the connections, and the servers that have a command."""
+        if self._connection is None:
+            return
         if not self._connected.is_set():  # a server that does not answer
             self._connection.cancel()
         self._closing.set()
@@ -94,6 +99,8 @@ class MCPTools:
                 raise
             return f"[{call.name} fails: {error}]"
         parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        if not parts and result.structured_content is not None:
+            return json.dumps(result.structured_content)
         return "\n".join(parts) or "[no output]"
 
 

@@ -166,7 +166,7 @@ class ProgramRunner(EpisodeRunner):
 
     def _end(self, name: str, service: EpisodeService) -> None:
         """Answer and record no more requests of an episode."""
-        service.closed = True
+        service.end()
         self._services.pop(name, None)
 
     def _find(self, name: str) -> Service:

@@ -117,12 +117,18 @@ class EpisodeService(Service):
         self._turns: list[_Turn] = []
         self._requested = 0
         self._numbering = threading.Lock()
+        self._recording = threading.Lock()
         self.sequences: list[Episode] = []
         """Sequences of the answered requests."""
         self.overran = False
         """True if a request was refused because the episode had reached its limits."""
         self.closed = False
         """True if nothing more is recorded."""
+
+    def end(self) -> None:
+        """Record nothing more, after what is being recorded."""
+        with self._recording:
+            self.closed = True
 
     def check_name(self, name: str) -> None:
         """Accept every name: programs often have a model name built in."""
@@ -144,8 +150,9 @@ class EpisodeService(Service):
         seeds = [derive_seed(self._seed, self.sample, first + place) for place in range(len(prompts))]
 
         def record(place: int, completion: Completion) -> None:
-            if not self.closed:
-                self._record(prompts[place], completion, sampling.stop)
+            with self._recording:
+                if not self.closed:
+                    self._record(prompts[place], completion, sampling.stop)
 
         images = [prompt.images for prompt in prompts]
         return Job([prompt.ids for prompt in prompts], sampling, body.alternatives or 0, seeds, record, images=images)

@@ -100,7 +100,7 @@ class EnvironmentRunner(EpisodeRunner):
             return await self._alternate(episode, environment, *turns)
         finally:
             close = getattr(environment, "close", None)
-            closed = None if close is None else await self._calls.result(close)
+            closed = None if close is None else await self._calls.result(close, closes=True)
             if isinstance(closed, CallFailure):
                 episode.failure = episode.failure or closed.reason
 

@@ -8,6 +8,7 @@ The reward is 1 if its exit status is 0.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections import deque
@@ -23,7 +24,6 @@ from hybrid_rlhf.rl.environments.environment import StepResult
 from hybrid_rlhf.rl.environments.tools import UNREADABLE, requested_calls
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.sandbox.container import Container, ContainerEnded
-from hybrid_rlhf.runtime.sandbox.process import SandboxResult
 
 _OUTPUT_BYTES = 4000
 
@@ -60,13 +60,18 @@ class Shell:
         self._pool = _shared_pool(json.dumps(settings, sort_keys=True), setup, pool)
         self._tests = tests
         self._container: Container | None = None
+        self._is_closed = False
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Start a container with the row's `files`, texts by name."""
         self._tests = row.get("tests") or self._tests
         self._test_files = row.get("test_files") or {}
-        self._container = self._pool.take()
-        self._container.write(row.get("files") or {})
+        if self._container is not None:  # of an attempt that failed (environment.retries)
+            self._container.close()
+        container = self._container = self._pool.take()
+        if self._is_closed:  # the attempt has exceeded its time, and the episode has ended
+            container.close()
+        container.write(row.get("files") or {})
         return list(row["prompt"])
 
     def step(self, completion: str) -> StepResult:
@@ -76,8 +81,7 @@ class Shell:
         try:
             if calls is None:
                 return StepResult(None, self._score(self._container), True)
-            commands = [str(call.arguments.get("command", "")) for call in calls]
-            told = [_observation(self._container.shell(command)) for command in commands]
+            told = [_run(self._container, call.arguments.get("command")) for call in calls]
         except ContainerEnded as error:
             return StepResult(f"[{error}]", 0.0, True)
         return StepResult("\n".join(told) or UNREADABLE, 0.0, False)
@@ -89,6 +93,7 @@ class Shell:
 
     def close(self) -> None:
         """Remove the container."""
+        self._is_closed = True
         if self._container is not None:
             self._container.close()
 
@@ -113,13 +118,12 @@ class _Pool:
             raise UserError(f"a shell needs a sandbox with open(), {sandbox.kind} has none: add it, or choose another")
         self._snapshot: str | None = None
         try:
-            container = self._open()
-            if setup is not None:
-                result = container.run(setup)
-                if not result.succeeded:
-                    raise UserError(f"setup of a shell must succeed, {setup!r} fails ({result.failure}): fix it")
-                self._snapshot = container.snapshot()
-            container.close()
+            with contextlib.closing(self._open()) as container:
+                if setup is not None:
+                    result = container.run(setup)
+                    if not result.succeeded:
+                        raise UserError(f"setup of a shell must succeed, {setup!r} fails ({result.failure}): fix it")
+                    self._snapshot = container.snapshot()
         except (ContainerEnded, OSError) as error:
             raise UserError(f"a shell needs containers with bash, tar and base64 ({error}): fix the sandbox") from error
         self._starter = ThreadPoolExecutor(max(1, size))
@@ -143,9 +147,14 @@ def _shared_pool(settings: str, setup: str | None, size: int) -> _Pool:
     return _Pool(SandboxConfig(**json.loads(settings)), setup, size)
 
 
-def _observation(result: SandboxResult) -> str:
+def _run(container: Container, command: object) -> str:
     """What a command wrote, and why it failed."""
+    if not isinstance(command, str):
+        return "[shell takes a command, a text]"
+    result = container.shell(command)
     parts = [result.stdout.rstrip()]
     if result.failure is not None:
         parts.append(f"[{result.failure}]")
+    if not container.has_shell:
+        parts.append("[the shell has ended, the next command has a new one]")
     return "\n".join(filter(None, parts)) or "[no output]"

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import TeacherConfig
 from hybrid_rlhf.data.chat.conversation import encode_prompt
+from hybrid_rlhf.data.chat.messages import row_tools
 from hybrid_rlhf.engines.role_model import RoleModel
 from hybrid_rlhf.models.policy import TopTokens
 from hybrid_rlhf.rl.rewards.components import read_prompt
@@ -65,7 +66,7 @@ class Teaching:
             return rollout
         asked = {place: self._conversation(prompts[place], columns(place)) for place in {*places}}
         ids_of = {
-            place: encode_prompt(messages, self._tokenizer, tools=columns(place).get("tools"))
+            place: encode_prompt(messages, self._tokenizer, tools=row_tools("the row", columns(place)))
             for place, messages in asked.items()
         }
         found = [ids_of[place] for place in places]

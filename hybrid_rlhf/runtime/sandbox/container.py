@@ -86,6 +86,11 @@ class Container:
         self._run = partial(run_process, env=env, owner=owner)
         self._shell: Popen[bytes] | None = None
 
+    @property
+    def has_shell(self) -> bool:
+        """True if the shell of the last command goes on."""
+        return self._shell is not None
+
     def run(self, command: str, *, stdin: str = "", output_bytes: int | None = None) -> SandboxResult:
         """Run a command in a new shell beside the other; if it exceeds its time, all processes of the container end."""
         result = self._run(

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Scope
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.admission import Activity, Admission
-from hybrid_rlhf.serving.connections import raise_descriptors
+from hybrid_rlhf.serving.connections import connections_that_fit
 from hybrid_rlhf.serving.training.checkpoints import API, FILES, add_checkpoints, add_files
 from hybrid_rlhf.serving.training.futures import Gone
 from hybrid_rlhf.serving.training.routes import add_results, add_routes, add_views
@@ -53,7 +53,7 @@ class TenantAdmission(Admission):
         """Take the keys, and what Admission takes."""
         super().__init__(app, **settings)
         self._tenants = tenants
-        self._most_requests = raise_descriptors() // min(2, len([*tenants]))
+        self._most_requests = connections_that_fit() // min(2, len([*tenants]))
         """Largest number of a key's requests at a time: they hold connections, of which others need some."""
 
     def _arriving(self, scope: Scope) -> Arriving:
