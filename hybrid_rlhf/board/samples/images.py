@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import os.path
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,6 @@ from hybrid_rlhf.configs.errors import UserError
 
 if TYPE_CHECKING:
     from PIL import Image
-
-_DECODING = threading.Lock()
-"""Held while an image is decoded: those of several requests at a time would fill the memory of the host."""
 
 
 def shown_images(images: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -37,16 +33,14 @@ def thumbnail_of(images: Sequence[Mapping[str, Any]], digest: str) -> bytes:
     found = next((image for image in images if image["digest"] == digest), None)
     if found is None:
         raise UserError(f"an image must be one that the sample names, got {digest}: see its images")
-    with _DECODING:
-        return thumbnail(_read(found))
+    return thumbnail(_read(found))
 
 
 def data_uri(image: Mapping[str, Any]) -> str:
     """An image as data of another folder have it; raises UserError as `thumbnail_of`."""
     from hybrid_rlhf.data.images.reading import png
 
-    with _DECODING:
-        return f"data:image/png;base64,{base64.b64encode(png(_read(image))).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(png(_read(image))).decode()}"
 
 
 def _read(image: Mapping[str, Any]) -> Image.Image:

@@ -6,9 +6,11 @@ A file is what its bytes say, not its name. Only decoders of Pillow for common f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import math
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,6 +25,9 @@ T = TypeVar("T")
 MOST_BYTES = 64 * 2**20
 """Longest file or data URI."""
 _MOST_PIXELS = 64 * 2**20
+_MANY_PIXELS = 2**22
+_LARGE = threading.Lock()
+"""Held while an image of more pixels is decoded: a file of 0.3 MB may need 0.6 GB, and clients send several."""
 THUMBNAIL_PIXELS = 256
 """Longest side of a thumbnail."""
 _MOST_RATIO = 200
@@ -40,17 +45,18 @@ def require_pillow() -> None:
         raise UserError("images need Pillow, which is not installed: run pip install 'hybrid_rlhf[vision]'") from error
 
 
-def open_image(content: bytes, name: str) -> Image.Image:
+def open_image(content: bytes, name: str, most: tuple[int, int] = (_MOST_PIXELS, _MOST_PIXELS)) -> Image.Image:
     """Decode an image; of an animated one, the first frame.
 
     Args:
         content: bytes of the file.
         name: what an error calls it.
+        most: sides to which it is scaled down.
 
     Raises:
         UserError: for a file that is damaged, cut off, too large, too thin, or of another format.
     """
-    return _read(content, name, _as_rgb)
+    return _read(content, name, lambda image: _scaled(_as_rgb(image), most))
 
 
 def checked_size(content: bytes, name: str) -> tuple[int, int]:
@@ -84,7 +90,8 @@ def _read(content: bytes, name: str, read: Callable[[ImageFile.ImageFile], T]) -
             f"{width}x{height}: {_FIX}"
         )
     try:
-        return read(image)
+        with _LARGE if width * height > _MANY_PIXELS else contextlib.nullcontext():
+            return read(image)
     except Exception as error:  # noqa: BLE001 - as above
         raise UserError(f"{_RULE}, {name} is damaged or cut off: {_FIX}") from error
 
@@ -112,13 +119,6 @@ def thumbnail(image: Image.Image) -> bytes:
     return stored.getvalue()
 
 
-def scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The image in a size."""
-    from PIL import Image
-
-    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
-
-
 def size_within(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
     """A size with at most a number of pixels, and the same ratio of sides but for rounding."""
     factor = min(1.0, math.sqrt(max_pixels / (size[0] * size[1])))
@@ -134,6 +134,14 @@ def image_digest(content: bytes, size: tuple[int, int]) -> str:
 
 def _too_many_pixels(found: str) -> UserError:
     return UserError(f"an image has at most {_MOST_PIXELS:,} pixels, {found}: scale it down")
+
+
+def _scaled(image: Image.Image, most: tuple[int, int]) -> Image.Image:
+    """An image with sides of a length at most."""
+    from PIL import Image
+
+    size = min(most[0], image.width), min(most[1], image.height)
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
 
 def _upright_size(image: ImageFile.ImageFile) -> tuple[int, int]:

@@ -29,7 +29,6 @@ from hybrid_rlhf.data.images.reading import (
     png,
     require_pillow,
     require_size,
-    scaled,
     size_within,
 )
 from hybrid_rlhf.runtime.files.reading import open_regular, regular_file
@@ -76,8 +75,7 @@ class ImageReference:
 
     def image(self) -> Image.Image:
         """The image in RGB; raises UserError as `file`."""
-        whole = open_image(self.file(), self.path or "that of a row")
-        return scaled(whole, (min(self.width, whole.width), min(self.height, whole.height)))
+        return open_image(self.file(), self.path or "that of a row", (self.width, self.height))
 
 
 def tokenised_images(row: Mapping[str, Any]) -> list[ImageReference]:
