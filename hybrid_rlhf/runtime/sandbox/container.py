@@ -43,8 +43,8 @@ left() {
 } 2>/dev/null
 while left; do :; done
 """
-"""kill(2) ends all at once, without itself and process 1, so that none can start others meanwhile. One may still be in a
-system call, such as the one that empties a file: waits until none is left. Forks nothing, as there may be no room."""
+"""kill(2) ends all at once, without itself and process 1, so that none can start others meanwhile. One may still be in
+a system call, such as the one that empties a file: waits until none is left. Forks nothing, as there may be no room."""
 _starter = ThreadPoolExecutor(1, thread_name_prefix="containers")
 """A process may end with the thread that started it (PR_SET_PDEATHSIG): this one stays."""
 
