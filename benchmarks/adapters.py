@@ -41,7 +41,7 @@ from hybrid_rlhf.models.lora import choose_trained
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.pretrained.loading import adapt_model
 from hybrid_rlhf.runtime.host_memory import keep_freed_memory
-from hybrid_rlhf.runtime.product_backend import measure
+from hybrid_rlhf.runtime.product_backend import faster_backend
 from hybrid_rlhf.runtime.world import default_device, default_dtype, solo_world
 
 VOCABULARY = 49152
@@ -206,8 +206,7 @@ def main() -> None:
     device = default_device()
     if device.type == "cpu":
         keep_freed_memory()
-        fastest = measure()
-        use_backend(min(fastest, key=lambda name: fastest[name]))
+        use_backend(faster_backend())
     lm = base_model(default_dtype(device), device)
     engine = EngineRuns(lm, options.runs, options.rank)
     apart = EngineRuns(lm, options.runs, options.rank, deterministic=True)

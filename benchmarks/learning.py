@@ -48,6 +48,7 @@ from benchmarks.learning_tasks import (
     demo_task,
     prefix_task,
     reasoning_task,
+    reasoning_teacher,
     run_step,
     sharp_task,
 )
@@ -107,8 +108,8 @@ TEACHER_FORMS: dict[str, dict[str, Any]] = {
     "sampled, position_gamma 0.5": {"position_gamma": 0.5},
 }
 """Other forms of the teacher's part than the sampled token's log-ratio; the task has 12 tokens."""
-TEACHER_STEPS = 100
-"""Steps in which the teacher of `--teacher` learns from the reward."""
+STEPS = {"copy": 100, "demo": 16, "reasoning": 20, "sharp": 12}
+"""Steps of a task without `--steps`; the teacher of `--teacher` learns from the reward for as many."""
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "reinforce": {},
@@ -255,14 +256,15 @@ def draw(named: Mapping[str, Sequence[Mapping[str, float]]], title: str, file: P
 def draw_frontier(rows: Sequence[Mapping[str, Any]], title: str, file: Path) -> None:
     """Held-out score against KL from the reference after training, a point a run."""
     labels = {"xlabel": "KL from the reference, nats an answer", "ylabel": "held-out score", "title": title}
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
     with picture(file, (5, 4), **labels) as axes:
         for name in dict.fromkeys(row["variant"] for row in rows):
             score, kl = (
                 [row["after"] for row in rows if row["variant"] == name and row["metric"] == metric]
-                for metric in ("eval/scores", "eval/kl")
+                for metric in metrics
             )
             axes.scatter(kl, score, label=name)
-        start = statistics.fmean(row["before"] for row in rows if row["metric"] == "eval/scores")
+        start = statistics.fmean(row["before"] for row in rows if row["metric"] == metrics[0])
         axes.axhline(start, linestyle=":", color="grey", label="before")
 
 
@@ -287,7 +289,7 @@ def main() -> None:
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[], help="how rollouts are sampled")
     parser.add_argument("--dtypes", action="store_true", help="GRPO in float32, bfloat16 and float16")
     parser.add_argument("--adapters", action="store_true", help="the copy task by all weights, LoRA and QLoRA")
-    parser.add_argument("--teacher", action="store_true", help="the copy task by a reward, a teacher, and both")
+    parser.add_argument("--teacher", nargs="*", help="by a reward, a teacher, and both; names: these forms")
     parser.add_argument("--curriculum", action="store_true", help="the copy task in mixed difficulty, by each filter")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
@@ -313,7 +315,7 @@ def main() -> None:
     named = {
         "_adapters": options.adapters,
         "_dtypes": options.dtypes,
-        "_taught": options.teacher,
+        "_taught": options.teacher is not None,
         "_mixed": options.curriculum,
         "_ablations": options.ablations,
         "_by": options.algorithms is not None,
@@ -336,7 +338,7 @@ def main() -> None:
 
 def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Task, dict[str, Any]]]:
     """What is run: a task and what is changed of its config, by name."""
-    steps = options.steps or {"copy": 100, "demo": 16, "reasoning": 20, "sharp": 12}[options.task]
+    steps = options.steps or STEPS[options.task]
     names = None if options.algorithms is None else options.algorithms or list(ALGORITHMS)
     if options.task == "demo" and names is None and not options.samplers:
         return {f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)}
@@ -344,8 +346,6 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
         task = copy_task(folder, steps=steps, std=ADAPTED_STD)
         grpo = merged({"algorithm": {"name": "grpo"}}, ALGORITHMS["grpo"])
         return {name: (task, merged(grpo, changes)) for name, changes in ADAPTERS.items()}
-    if options.teacher:
-        return taught(folder, steps=steps)
     if options.curriculum:
         task = prefix_task(folder, steps=steps)
         return {name: (task, changes) for name, changes in CURRICULA.items()}
@@ -353,6 +353,9 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
         task = demo_task(options.demo, steps=steps)
     else:
         task = {"copy": copy_task, "sharp": sharp_task, "reasoning": reasoning_task}[options.task](folder, steps=steps)
+    if options.teacher is not None:
+        forms = taught(task, folder)
+        return {name: forms[name] for name in options.teacher or forms}
     if options.samplers:
         return {name: (task, SAMPLERS[name]) for name in options.samplers}
     if options.dtypes:
@@ -369,21 +372,32 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
     return {name: (task, by_algorithm(task, name)) for name in names}
 
 
-def taught(folder: Path, *, steps: int) -> dict[str, tuple[Task, dict[str, Any]]]:
-    """GRPO by the reward, by a teacher that has learned from it (the reward is logged with weight 0), by both, and by
-    other forms of the teacher's part."""
-    grpo = merged({"algorithm": {"name": "grpo"}}, ALGORITHMS["grpo"])
-    teacher = folder / "teacher"
-    longer = config_of(copy_task(folder, steps=TEACHER_STEPS), grpo)
-    run_step(["training/step3_ppo/main.py"], {**longer, "output_dir": str(teacher)}, folder / "teacher.yaml")
-    scores = [json.loads(line).get("objective/scores") for line in (teacher / "metrics.jsonl").read_text().splitlines()]
-    print(f"teacher: {statistics.fmean(scores[-10:]):.3f} in its last ten of {TEACHER_STEPS} steps", flush=True)
-    task = replace(copy_task(folder, steps=steps), metric="reward/copied/mean")
-    section = {"teacher": {"path": str(teacher / "actor")}}
-    logged = {"reward": {"components": [{"function": "benchmarks.learning_tasks:copied", "weight": 0.0}]}}
-    changes = {"reward": {}, "teacher": section | logged, "both": section}
+def taught(task: Task, folder: Path) -> dict[str, tuple[Task, dict[str, Any]]]:
+    """GRPO by the reward, by a teacher that has learned from it (in the reasoning task from answers, by SFT; the reward
+    is logged with weight 0), by both, and by other forms of the teacher's part."""
+    copies = task.optimum is not None
+    grpo = merged({"algorithm": {"name": "grpo"}}, ALGORITHMS["grpo"]) if copies else by_algorithm(task, "grpo")
+    (component,) = task.config["reward"]["components"]
+    if copies:
+        teacher = folder / "teacher"
+        longer = config_of(task, merged(grpo, {"train": {"max_steps": STEPS["copy"]}}))
+        run_step(["training/step3_ppo/main.py"], {**longer, "output_dir": str(teacher)}, folder / "teacher.yaml")
+        lines = [json.loads(line) for line in (teacher / "metrics.jsonl").read_text().splitlines()]
+        scores = [line["objective/scores"] for line in lines if "objective/scores" in line]
+        print(f"teacher: {statistics.fmean(scores[-10:]):.3f} in its last ten of {len(scores)} steps", flush=True)
+        path = teacher / "actor"
+    else:
+        path = reasoning_teacher(folder)
+    logged = f"reward/{component['function'].rpartition(':')[2]}/mean"
+    held_out = () if copies else (f"eval/{logged}", *task.held_out[1:])
+    # half of the time of a short run is its evaluation
+    config = task.config if copies else merged(task.config, {"data": {"max_eval_rows": 48}})
+    task = replace(task, config=config, metric=logged, held_out=held_out)
+    section = {"teacher": {"path": str(path)}}
+    unweighted = {"reward": {"components": [component | {"weight": 0.0}]}}
+    changes = {"reward": {}, "teacher": section | unweighted, "both": section}
     for name, form in TEACHER_FORMS.items():
-        changes[name] = {"teacher": section["teacher"] | form} | logged
+        changes[name] = {"teacher": section["teacher"] | form} | unweighted
     return {name: (task, merged(grpo, change)) for name, change in changes.items()}
 
 

@@ -39,6 +39,7 @@ COPY_TOKENS = 8
 PREFIX_START = 24
 """Steps of the copy task from which `prefix` starts."""
 REASONING_TASK = "family_relationships"
+REASONING_LORA = {"rank": 16, "alpha": 32}
 
 
 @dataclass(frozen=True)
@@ -188,38 +189,19 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
 
     That an answer is one word it has from 64 instances of step 1, none of them seen again.
     """
-    import reasoning_gym
-
     path = resolve_model("embedded", world=solo_world(torch.device("cpu")))
     shutil.copytree(path, folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
-    instances = reasoning_gym.create_dataset(
-        REASONING_TASK, size=64 + 2048, seed=0, min_family_size=3, max_family_size=3
-    )
-    questions = {item["question"]: item for item in instances}  # what is held out is fresh
-    rows = [
-        {"prompt": text, "entry": json.dumps(item, default=str), "completion": item["answer"]}
-        for text, item in questions.items()
-    ]
+    rows = _family_rows(size=64 + 2048, seed=0)  # what is held out is fresh
     shown, fresh = rows[:64], rows[64:]
     write_rows(folder / "first.jsonl", shown)
     write_rows(folder / "prompts.jsonl", fresh)
-    adapters = {"rank": 16, "alpha": 32}
-    first = {
-        "output_dir": str(folder / "sft"),
-        "model": {"path": str(folder / "model")},
-        "lora": adapters,
-        "optimizer": {"lr": 1e-3},
-        "data": {"sources": [str(folder / "first.jsonl")], "eval_fraction": 0.0},
-        "train": {"global_batch_size": 16},
-        "logging": {"sinks": []},
-    }
-    run_step(["training/step1_sft/main.py"], first, folder / "sft.yaml")
+    _learn_answers(folder, model="model", rows="first.jsonl", output="sft")
     config = {
         "model": {"path": str(folder / "sft")},
-        "actor": {"lora": adapters, "optimizer": _optimizer(5e-4)},
+        "actor": {"lora": REASONING_LORA, "optimizer": _optimizer(5e-4)},
         "critic": {"share_base": True, "optimizer": _optimizer(1e-3)},
         "reward": {"components": [{"function": "benchmarks.learning_tasks:checked"}]},
         "data": {
@@ -233,6 +215,42 @@ def reasoning_task(folder: Path, *, steps: int) -> Task:
         "train": {"max_steps": steps, "epochs": 100},
     }
     return Task(config, optimum=None, held_out=("eval/scores", "eval/kl"), is_accuracy=True)
+
+
+def reasoning_teacher(folder: Path) -> Path:
+    """The task's model after SFT on 512 questions that no run sees."""
+    lines = [line for name in ("first", "prompts") for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    seen = {json.loads(line)["prompt"] for line in lines}
+    # question n of seed s is question n + 1 of seed s - 1
+    rows = [row for row in _family_rows(size=1024, seed=2**20) if row["prompt"] not in seen]
+    write_rows(folder / "more.jsonl", rows[:512])
+    _learn_answers(folder, model="sft", rows="more.jsonl", output="teacher")
+    return folder / "teacher"
+
+
+def _family_rows(*, size: int, seed: int) -> list[dict[str, str]]:
+    """Different questions of the reasoning task, with what its checker needs."""
+    import reasoning_gym
+
+    instances = reasoning_gym.create_dataset(REASONING_TASK, size=size, seed=seed, min_family_size=3, max_family_size=3)
+    return [
+        {"prompt": text, "entry": json.dumps(item, default=str), "completion": item["answer"]}
+        for text, item in {item["question"]: item for item in instances}.items()
+    ]
+
+
+def _learn_answers(folder: Path, *, model: str, rows: str, output: str) -> None:
+    """SFT in a task's folder."""
+    first = {
+        "output_dir": str(folder / output),
+        "model": {"path": str(folder / model)},
+        "lora": REASONING_LORA,
+        "optimizer": {"lr": 1e-3},
+        "data": {"sources": [str(folder / rows)], "eval_fraction": 0.0},
+        "train": {"global_batch_size": 16},
+        "logging": {"sinks": []},
+    }
+    run_step(["training/step1_sft/main.py"], first, folder / f"{output}.yaml")
 
 
 def sharp_task(folder: Path, *, steps: int) -> Task:

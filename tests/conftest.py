@@ -16,7 +16,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Else `init_world` gives the process a thread for each core. The threads of several pytest workers spin while they
 # wait, and take each other's cores: the tests after it ran 20 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HYBRID_RLHF_PRODUCTS", "onednn")  # the same bits in every test, whatever a measurement says
+os.environ.setdefault("HYBRID_RLHF_PRODUCTS", "onednn")  # the same bits in every test, on any processor
 
 import hypothesis
 import pytest

@@ -173,7 +173,7 @@ async def _events(
                 unfinished -= 1
                 value = None
                 if scorer is not None and texts[number].strip():
-                    scored = await asyncio.to_thread(scorer.score, [(messages, texts[number], None)])
+                    scored = await asyncio.to_thread(scorer.score, [(messages, texts[number], None, None)])
                     value = sum(scored[0])
                 yield {"model": number, "done": True, "score": value}
     except Exception as error:  # noqa: BLE001 - the stream reports it

@@ -18,6 +18,7 @@ from hybrid_rlhf.configs.sections.rules import (
     RowTokens,
     Settings,
     advanced,
+    nearest_hint,
     require,
     require_defaults,
     require_template_variables,
@@ -284,7 +285,7 @@ class TrainServerConfig(ServerConfig):
 
 
 class WinRateJudgeConfig(JudgeConfig):
-    """Judge of two completions: a reward model, or a language model behind OpenAI's API."""
+    """Judge of two completions: a reward model, or a language model, behind OpenAI's API or in this process."""
 
     model: str | None = None
     """Reward model: a folder or hub name; the higher score wins."""
@@ -356,10 +357,17 @@ class EvaluateConfig(InferenceConfig):
         )
         if self.reward in VERIFIERS:
             require_output(self.sandbox, str(self.reward))
+        elif self.reward is not None:
+            require(
+                ":" in self.reward,
+                f"reward must be a function, such as rewards.py:correct, or a verifier, {' or '.join(VERIFIERS)}, got "
+                f"{self.reward}: {nearest_hint(self.reward, VERIFIERS, otherwise='give one of them')}",
+            )
         if self.chosen == "win_rate":
             require(
-                self.judge.model is not None or self.judge.url,
-                "win_rate needs a judge, got none: give --judge.model REWARD_MODEL or --judge.url URL",
+                self.judge.model is not None or self.judge.path or self.judge.url,
+                "win_rate needs a judge, got none: give --judge.model REWARD_MODEL, --judge.path MODEL or --judge.url "
+                "URL",
             )
             require(
                 self.sampling.n == 1,

@@ -361,7 +361,7 @@ class RLConfig(StepConfig):
             if endpoint is None:
                 raise UserError(
                     "environment.path must be module:Class or path/to/file.py:Class, got None: give the class, "
-                    "environment.program, or --rollout.endpoint true"
+                    "environment.tools, environment.program, or --rollout.endpoint true"
                 )
             require(
                 is_own_host(endpoint.host) or endpoint.api_key is not None,

@@ -85,13 +85,24 @@ def _remove_abandoned(folder: Path) -> None:
                 shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Context without progress bars of `datasets`, which would stand between the lines of a log."""
+    shows_progress = datasets.utils.logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shows_progress:
+            datasets.enable_progress_bars()
+
+
+@quiet_datasets()
 def _write(folder: Path, make: Callable[[], Iterator[dict[str, Any]]]) -> str | None:
     """Create an entry unless it exists; return the text of a user's error, or None."""
     if folder.exists():
         return None
     partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
-    has_progress_bars = datasets.utils.logging.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
     try:
         made = make()
         batches = iter(lambda: list(islice(made, _BATCH_ROWS)), [])
@@ -114,6 +125,4 @@ def _write(folder: Path, make: Callable[[], Iterator[dict[str, Any]]]) -> str | 
         )
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        if has_progress_bars:
-            datasets.enable_progress_bars()
     return None

@@ -25,7 +25,7 @@ from hybrid_rlhf.configs.reward import RewardObjectiveConfig
 from hybrid_rlhf.configs.rl import PtxConfig
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource, RowDataConfig
 from hybrid_rlhf.configs.sft import ConditionConfig
-from hybrid_rlhf.data.cache import cached_rows, tokenizer_key
+from hybrid_rlhf.data.cache import cached_rows, quiet_datasets, tokenizer_key
 from hybrid_rlhf.data.chat.conversation import RULES_VERSION
 from hybrid_rlhf.data.encoding import (
     Encode,
@@ -243,7 +243,8 @@ def _load(
     )
     if encoding.step == "rl":
         names = [label for label, rows in zip(source_labels(evaluates), shares, strict=True) for _ in range(rows)]
-        evaluated = evaluated.add_column("source", names)
+        with quiet_datasets():
+            evaluated = evaluated.add_column("source", names)
     blend = _blend(train, config.sources, seed)
     return _report(encoding, blend, evaluated, parts, [*config.sources, *config.eval_sources], config, world)
 
@@ -463,7 +464,7 @@ def _report_templates(encoding: RowEncoding, parts: list[datasets.Dataset], coun
     if ignored:
         found = ", ".join(f"{key} ({count:,})" for key, count in ignored.most_common())
         logger.warning(
-            "not all of the rows reaches the model as it is written: %s; a role that the chat template lacks becomes "
-            "the nearest one, tool calls become JSON text, the rest is left out",
+            "the chat template does not render all of the rows: %s; a role that it lacks becomes the nearest one, tool "
+            "calls become JSON text, the rest is left out: data.chat_template sets another template",
             found,
         )

@@ -34,6 +34,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     full_shape,
     register_expert_groups,
     release_closed_groups,
+    silence_memory_reports,
 )
 from hybrid_rlhf.engines.ds_config import deepspeed_config, sums_whole_gradients
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
@@ -372,9 +373,10 @@ def learning_rate(spec: EngineSpec, lm: PreTrainedModel, section: OptimizerConfi
     """Return the peak learning rate: as configured, or derived from the width of the model and its adapters."""
     if section.lr is not None:
         return section.lr
-    lr, source = derived_rate(spec.learning or LEARNING[spec.role], width=_width(lm), lora=spec.lora)
+    learning = spec.learning or LEARNING[spec.role]
+    lr, source = derived_rate(learning, width=_width(lm), lora=spec.lora)
     if is_main:
-        logger.info("%s: lr %g: derived from %s (docs/defaults.md)", spec.role, lr, source)
+        logger.info("%s: lr %g: derived from %s (docs/defaults.md)", learning, lr, source)
     return lr
 
 
@@ -503,6 +505,7 @@ def _init_head(lm: PreTrainedModel, *, role: Role, seed: int) -> None:
 def _prepare_deepspeed(world: World) -> None:
     """Silence DeepSpeed's log, prevent the build of an unused extension, and set up communication."""
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    silence_memory_reports()
     # about calls that DeepSpeed makes
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if world.device.type == "cpu":

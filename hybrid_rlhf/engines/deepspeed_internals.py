@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.module_inject import layers
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -453,6 +454,11 @@ def disable_gradient_allreduce(engine: DeepSpeedEngine) -> None:
 def disable_shm_extension() -> None:
     """Prevent the build of DeepSpeed's shared-memory all-reduce, which takes 40 s and is not used."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def silence_memory_reports() -> None:
+    """Keep the optimizer of bfloat16 from printing the memory in use eight times while it is built."""
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None
 
 
 def release_closed_groups() -> None:

@@ -2,7 +2,7 @@
 
 float32 linear layers on a CPU are computed by oneDNN or torch. torch calls MKL, which does not use AVX-512 on AMD
 processors, where oneDNN takes half the time. On Intel processors MKL is faster. The choice is process-wide;
-`runtime/product_backend.py` measures and sets it. Products in another dtype or on another device, and small ones, are
+`runtime/product_backend.py` sets it. Products in another dtype or on another device, and small ones, are
 always computed by torch.
 
 `wide_linear` multiplies bfloat16 or float16 matrices and returns float32: torch rounds a product to the dtype of its

@@ -158,6 +158,7 @@ class GenerationEngine:
         quantization: Quantization | None = None,
         kv_cache_gib: float | None = None,
         max_batch_rows: int | None = None,
+        cuda_graphs: bool = True,
     ) -> Self:
         """Load a folder, hub name or GGUF file for generation, and check its inference weights on a short prompt.
 
@@ -171,6 +172,7 @@ class GenerationEngine:
             quantization: as in `from_model`.
             kv_cache_gib: as in `from_model`.
             max_batch_rows: as in `from_model`.
+            cuda_graphs: as in `from_model`.
 
         Raises:
             UserError: if there is no such model, or its inference weights do not match the model.
@@ -189,7 +191,7 @@ class GenerationEngine:
         lm.eval()
         shared = _shared_weights(lm, backend, quantization, world=world, dtype=dtype)
         return cls(
-            _backend(lm, shared, True, max_batch_rows, kv_cache_gib),
+            _backend(lm, shared, True, max_batch_rows, kv_cache_gib, cuda_graphs=cuda_graphs),
             stop_token_ids=default_stop_token_ids(lm),
             tokenizer=load_tokenizer(resolved, trust_remote_code=trust_remote_code),
             shared=shared,

@@ -30,6 +30,8 @@ from hybrid_rlhf.runtime.latest import LatestValues
 
 KEPT_PIXEL_BYTES = 256 * 2**20
 """Pixels that are kept."""
+CONVERSATION = "the conversation"
+"""Name of messages without a file, in errors."""
 
 
 def image_rules(
@@ -165,6 +167,18 @@ class SavedImageReader:
             weight.copy_(weights[name])
 
 
+def marked(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+    """Messages as a program writes them, with marks of images, and these: a content is text, or a list of parts
+    `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}` with an image of Pillow, bytes or a data
+    URI."""
+    read = [
+        read_message(CONVERSATION, message, with_images=True) if isinstance(message.get("content"), list) else message
+        for message in messages
+    ]
+    (sources,) = place_images(CONVERSATION, {}, read)
+    return read, sources
+
+
 class PromptEncoder:
     """Encodes prompts for an engine, with their images."""
 
@@ -207,15 +221,8 @@ class PromptEncoder:
     def conversation(
         self, messages: Sequence[Message], *, tools: Tools | None = None
     ) -> tuple[list[int], PromptImages | None]:
-        """As above, for messages as a program writes them: a content is text, or a list of parts `{"type": "text",
-        "text": ...}` and `{"type": "image", "image": ...}` with an image of Pillow, bytes or a data URI."""
-        where = "the conversation"
-        read = [
-            read_message(where, message, with_images=True) if isinstance(message.get("content"), list) else message
-            for message in messages
-        ]
-        (sources,) = place_images(where, {}, read)
-        return self(where, read, sources, tools=tools)
+        """As above, for messages as a program writes them."""
+        return self(CONVERSATION, *marked(messages), tools=tools)
 
     def with_references(
         self, messages: Sequence[Message], references: list[ImageReference], *, tools: Tools | None = None

@@ -30,7 +30,7 @@ from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.continuous import BatchLoad
 from hybrid_rlhf.generation.batching.grammar import compile_untrusted, compiled_grammar
-from hybrid_rlhf.generation.batching.images import GivenImages, PromptImages
+from hybrid_rlhf.generation.batching.images import GivenImages
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker, continue_requests
 from hybrid_rlhf.generation.sampling import Completion, FinishReason, PromptLogprobs, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -146,7 +146,7 @@ class RequestBatch(TokenSource, Protocol):
         """As in OpenBatch."""
 
     def prompt_logprobs(
-        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0, images: PromptImages | None = None
+        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0, images: GivenImages = None
     ) -> Future[PromptLogprobs]:
         """As in OpenBatch."""
 
@@ -385,13 +385,14 @@ class OpenBatch:
         self._backend.renew(recompute=recompute)
 
     def prompt_logprobs(
-        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0, images: PromptImages | None = None
+        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0, images: GivenImages = None
     ) -> Future[PromptLogprobs]:
         """Return a future with the log-probs of a prompt, and the `top` most likely tokens at each place; those of
         image tokens are -inf."""
-        self._maker.check_images(0, tokens, images)
+        read = self._maker.read_images(tokens, images)
+        self._maker.check_images(0, tokens, read)
         number = self._maker.adapter_number(adapter)
-        return self.call(lambda: self._backend.prompt_logprobs(tokens, number, top, images))
+        return self.call(lambda: self._backend.prompt_logprobs(tokens, number, top, read))
 
     def close(self, *, wait: bool = True) -> None:
         """End the batch after the present step. Unfinished submissions receive their last, empty delivery.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.placement import is_role
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, frozen_zero
 from hybrid_rlhf.engines.ds_config import read_overrides
@@ -180,6 +180,8 @@ class RLJob:
     """The actor without its adapters is the reference."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """The user's DeepSpeed JSON."""
+    judges: Mapping[str, ShapedModel] = field(default_factory=dict)
+    """Models of the judges in the run, by the names of their components."""
 
     @property
     def actor(self) -> RoleJob:
@@ -249,6 +251,24 @@ def read_job(
     dtype = training_dtype(config.model, device)
     roles: dict[str, RoleJob] = {}
 
+    def shaped(
+        path: str | None,
+        architecture: Architecture,
+        section: ModelConfig,
+        lora: LoraConfig | None = None,
+        *,
+        learns: bool = False,
+    ) -> ShapedModel:
+        return shaped_model(
+            (starts or {}).get(str(path), str(path)),
+            architecture,
+            config=section,
+            dtype=dtype,
+            lora=lora,
+            learns=learns,
+            max_image_pixels=config.data.max_image_pixels,
+        )
+
     def add(
         name: str,
         path: str | None,
@@ -259,17 +279,7 @@ def read_job(
         *,
         bound_to: str | None = None,
     ) -> None:
-        source = (starts or {}).get(str(path), str(path))
-        learns = optimizer is not None
-        model = shaped_model(
-            source,
-            architecture,
-            config=config.model,
-            dtype=dtype,
-            lora=lora,
-            learns=learns,
-            max_image_pixels=config.data.max_image_pixels,
-        )
+        model = shaped(path, architecture, config.model, lora, learns=optimizer is not None)
         roles[name] = RoleJob(name, dimensions(model), model, zero, optimizer, bound_to)
 
     actor_path = config.model.path
@@ -288,6 +298,7 @@ def read_job(
     for part in config.reward.named:
         if part.model:
             add(part.label, part.model, "scorer", frozen_zero(config.critic_zero))
+    alone = ModelConfig(trust_remote_code=config.model.trust_remote_code)
     return RLJob(
         config,
         roles,
@@ -297,6 +308,9 @@ def read_job(
         device,
         reads_own_reference=config.uses_reference and reads_own,
         overrides=read_overrides(config.deepspeed_config),
+        judges={
+            part.label: shaped(part.judge_path, "causal_lm", alone) for part in config.reward.named if part.judge_path
+        },
     )
 
 

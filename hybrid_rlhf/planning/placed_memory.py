@@ -1,15 +1,18 @@
 """Memory of each rank in each phase of an RL step under a plan.
 
-Ranks that hold the same roles need the same memory. The memory of a micro-batch is interpolated linearly in its rows
-between one row and the most rows (an upper bound), unless each is measured. A separate sampler keeps its inference
-weights in all phases, and with a policy lag also its cache.
+Ranks that hold the same roles need the same memory. A separate sampler keeps its inference weights in all phases, and
+with a policy lag also its cache.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from hybrid_rlhf.configs.sections.judge import JudgeConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.functional.logprobs import head_chunk_tokens
 from hybrid_rlhf.planning.device import Device
@@ -21,13 +24,16 @@ from hybrid_rlhf.planning.engine_memory import (
     engine_memory,
     split_memory,
 )
-from hybrid_rlhf.planning.generation_memory import GenerationMemory, replayed_bytes, rollout_bytes
+from hybrid_rlhf.planning.generation_memory import GenerationMemory, InferenceBytes, replayed_bytes, rollout_bytes
 from hybrid_rlhf.planning.job import RLJob, RoleJob
 from hybrid_rlhf.planning.memo import once, once_for
 from hybrid_rlhf.planning.phase_memory import PhaseMemory, largest_misfit, longest_row, micro_batch
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
 from hybrid_rlhf.runtime.placement import CRITIC_COPY
+
+_RUBRIC_TOKENS = 512
+"""Tokens of a judge's question besides the conversation and the answers. An assumption."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +58,9 @@ class PlanMemory:
 class MemoryModel:
     """Estimates plans."""
 
-    def __init__(self, job: RLJob, machine: Device, *, exact: bool = False) -> None:
-        """Estimate plans of a job on a machine; `exact`: measure each micro-batch instead of interpolating."""
+    def __init__(self, job: RLJob, machine: Device) -> None:
+        """Estimate plans of a job on a machine."""
         self._job = job
-        self._exact = exact
         self.machine = machine
 
     def __call__(self, plan: StepPlan) -> PlanMemory:
@@ -93,6 +98,9 @@ class MemoryModel:
             _shapes(job.actor), job.config.rollout, groups=groups, ranks=self.machine.ranks, likely_tokens=likely
         )
         base += MemoryUse(host=held)
+        judges = self._judges() if samples else {}
+        for judge in judges.values():
+            base += MemoryUse(inference=judge.weights(stage=0, gathers=False, in_use=True).weights)
         phases: list[PhaseMemory] = []
         rows = []
         if samples:
@@ -101,6 +109,7 @@ class MemoryModel:
             rows.append(at_once)
             base += kept
         phases += self._reads(plan, names, roles, base)
+        phases += [self._judging(name, judge, plan, base) for name, judge in judges.items()]
         for role in roles:
             if role.is_trained:
                 need = base + self._passing(role, plan, backward=True)
@@ -119,6 +128,26 @@ class MemoryModel:
             reads.append(MemoryUse(buffers=sent * self._job.dtype.itemsize))
         if reads:
             yield PhaseMemory("scoring", base + max(reads, key=lambda use: use.device), self.machine)
+
+    @once
+    def _judges(self) -> dict[str, GenerationMemory]:
+        """The judges in the run, whose questions have all completions at their maximum length."""
+        job = self._job
+        parts = {part.label: part.judge for part in job.config.reward.named}
+        return {
+            name: GenerationMemory(model, _questions(job.config.rollout, judge), job.dtype, job.device)
+            for name, model in job.judges.items()
+            if (judge := parts[name]) is not None
+        }
+
+    def _judging(self, name: str, judge: GenerationMemory, plan: StepPlan, base: MemoryUse) -> PhaseMemory:
+        """The phase of a judge, with its keys and values as buffers: they do not stay, as those of a sampler may."""
+        groups = len(plan.sampling.groups)
+        need = judge.sampling(
+            base, InferenceBytes(0.0, 0.0), self.machine, ranks=groups, records_routes=False
+        ).phase.need
+        need = replace(need, cache=base.cache, buffers=need.buffers + need.cache - base.cache)
+        return PhaseMemory(f"{name} scoring", need, self.machine)
 
     def _generation(self, plan: StepPlan, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
         """The phase, the part of its memory that stays in other phases, and the completions decoded at once."""
@@ -188,13 +217,7 @@ class MemoryModel:
         """Memory that an engine adds while it trains or reads; in training the actor replays recorded experts."""
         batch = self._batch(role, plan, backward=backward)
         engine = self._engine(role, plan)
-        measure = engine.training if backward else engine.forward
-        if self._exact:
-            use = measure(batch)
-        else:  # a row and as many as the settings allow are measured
-            small = backward or self._reads_as_trained(role)
-            most = self._micro_batch(self._job.learned_rows, backward=small)
-            use = _between(measure(self._micro_batch(1, backward=small)), measure(most), batch.rows, most.rows)
+        use = engine.training(batch) if backward else engine.forward(batch)
         if backward and role.name == "actor":
             routes = replayed_bytes(_shapes(role), self._job.config.rollout)
             use += MemoryUse(buffers=routes * batch.tokens)
@@ -207,42 +230,41 @@ class MemoryModel:
                 use += MemoryUse(buffers=FLOAT32 * chunk * size)
         return use
 
-    def _reads_as_trained(self, role: RoleJob) -> bool:
-        """True if the micro-batches of a pass without gradient are those of the updates."""
-        return role.name == "actor" and not self._job.reads_own_reference
-
     def _batch(self, role: RoleJob, plan: StepPlan, *, backward: bool) -> BatchShape:
-        job = self._job
+        job, config = self._job, self._job.config
         place = plan.roles[role.name]
         readers = len(place.ranks) if role.is_trained else len(place.groups)
-        parts = job.config.algorithm.mini_batches * readers
-        return self._micro_batch(-(-job.learned_rows // parts), backward=backward or self._reads_as_trained(role))
-
-    def _micro_batch(self, rows: int, *, backward: bool) -> BatchShape:
-        config = self._job.config
-        new = config.rollout.sampling.max_new_tokens
-        length, device = longest_row(config.rollout), self._job.device.type
-        prefix = config.rollout.max_prompt_tokens
-        sharing = self._job.sharing(prefix, new)
+        reads_as_trained = role.name == "actor" and not job.reads_own_reference
+        new, prefix = config.rollout.sampling.max_new_tokens, config.rollout.max_prompt_tokens
+        sharing = job.sharing(prefix, new)
         return micro_batch(
             config.train,
             config.model,
-            rows,
-            length,
-            device=device,
+            -(-job.learned_rows // (config.algorithm.mini_batches * readers)),
+            longest_row(config.rollout),
+            device=job.device.type,
             head_tokens=new,
             prefix=prefix if sharing > 1 else 0,
             sharing=sharing,
-            backward=backward,
+            backward=backward or reads_as_trained,
             alike=config.learned_per_prompt,
             image_tokens=prefix,
         )
 
 
-def _between(one: MemoryUse, most: MemoryUse, rows: int, most_rows: int) -> MemoryUse:
-    """Memory of a number of rows, linear between that of one row and that of the most rows."""
-    share = (rows - 1) / (most_rows - 1) if most_rows > 1 else 0.0
-    return MemoryUse(**{name: low + share * (getattr(most, name) - low) for name, low in vars(one).items()})
+def _questions(rollout: RolloutConfig, judge: JudgeConfig) -> RolloutConfig:
+    """The questions of a step to a judge, as prompts of a rollout."""
+    n = rollout.sampling.n
+    answers, questions = {"score": (1, n), "rank_group": (n, 1), "pairwise": (2, math.comb(n, 2))}[judge.mode]
+    if judge.against_column:
+        questions = n
+    orders = 2 if judge.both_orders and answers > 1 else 1
+    return RolloutConfig(
+        prompts_per_step=rollout.prompts_per_step * max(1, questions) * orders,
+        max_prompt_tokens=rollout.max_prompt_tokens + answers * rollout.sampling.max_new_tokens + _RUBRIC_TOKENS,
+        sampling=SamplingParams(max_new_tokens=judge.in_run.max_new_tokens),
+        cuda_graphs=False,
+    )
 
 
 def _bucket_elements(model: ShapedModel) -> int:

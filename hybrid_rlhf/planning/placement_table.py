@@ -210,8 +210,8 @@ def plan_placement(
 
 
 def configured_plan(job: RLJob, machine: Machine, rank: Device, placement: Placement) -> Candidate:
-    """The plan of a job's config under a placement, with its memory measured exactly."""
-    search = Search(StepTimer(job, machine, rank.cluster), MemoryModel(job, rank, exact=True))
+    """The plan of a job's config under a placement."""
+    search = Search(StepTimer(job, machine, rank.cluster), MemoryModel(job, rank))
     style = style_of({name: role.ranks for name, role in placement.roles.items()}, rank.ranks)
     placement = replace(placement, style=style)
     return search.evaluate(StepPlan.of(job.config, placement))

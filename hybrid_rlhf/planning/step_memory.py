@@ -65,7 +65,7 @@ class Planner:
         if lacks_kv_cache(config, placement):
             config = self.with_kv_cache(config, placement)
         job = read_job(config, self.machine.device, starts=self.starts)
-        return list(MemoryModel(job, self.machine, exact=True)(StepPlan.of(config, placement)).phases)
+        return list(MemoryModel(job, self.machine)(StepPlan.of(config, placement)).phases)
 
     def with_kv_cache(self, config: RLConfig, placement: Placement) -> RLConfig:
         """The config with a KV cache for sampling beside training: for all completions of a rollout at their maximum

@@ -39,6 +39,7 @@ from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.rl.images import IMAGES, ImageCatalogue, require_images_read
 from hybrid_rlhf.rl.parts import RLParts, RLSession
 from hybrid_rlhf.rl.rewards.functions import load_function
+from hybrid_rlhf.rl.rewards.judge import read_rubric
 from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
 from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
@@ -78,6 +79,8 @@ def rl_session(
         for component in config.reward.named:  # a mistake in a file ends the run before a model is loaded
             if component.function is not None:
                 load_function(component.function)
+            if component.judge is not None:
+                read_rubric(component.judge)
         actor_path, tokenizer = start_step(config, run, config.model.path)
         if is_automatic(config.placement):
             if choose_placement is None:
@@ -127,7 +130,11 @@ def rl_session(
                 "teacher.prompt_template and teacher.url are for prompts of text, got images: leave them out",
             )
             with shared_user_errors(run.world):
-                Teaching(config.teacher, roles, tokenizer).require_usable(prompts.train, prompts.held_out)
+                Teaching(config.teacher, roles, tokenizer).require_usable(
+                    prompts.train,
+                    prompts.held_out,
+                    longest=config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens,
+                )
         roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]), has_images=images is not None)
         actor = roles.actor
         require(

@@ -6,10 +6,11 @@ run that resumes from a checkpoint within a step.
 
 from __future__ import annotations
 
+import base64
 import functools
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from pyarrow import compute
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.data.images.expansion import NO_IMAGES, ImageRules, RowImages
+from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.images.expansion import NO_IMAGES, WRITTEN, ImageRules, RowImages
+from hybrid_rlhf.data.images.reading import media_type
 from hybrid_rlhf.data.images.references import ImageReference, read_reference, tokenised_images
 from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.files.atomic import write_whole
@@ -87,7 +90,7 @@ class ImageCatalogue:
         images = self.rules.read(location, [_opened(location, source) for source in sources])
         assert images is not None, "a model that reads images"
         for image in images.references:
-            if image.content:
+            if image.content and self._place(image.digest) is None:
                 _write_once(self._folders[0] / _name(image.digest), image.content)
         return replace(images, references=[self.reference(image.digest) for image in images.references])
 
@@ -101,15 +104,41 @@ class ImageCatalogue:
         """The images of a row of prompts."""
         return [self.reference(digest) for digest in digests_of(row)]
 
-    def _reference(self, digest: str) -> ImageReference:
+    def _place(self, digest: str) -> list[int] | None:
+        """The number of the data set that has an image, and its row; None if none has it."""
         place = int(np.searchsorted(self._digests, digest.encode()))
-        if self._digests[place : place + 1].tolist() != [digest.encode()]:
+        is_there = self._digests[place : place + 1].tolist() == [digest.encode()]
+        return self._places[place].tolist() if is_there else None
+
+    def _reference(self, digest: str) -> ImageReference:
+        place = self._place(digest)
+        if place is None:
             own, *others = [folder / _name(digest) for folder in self._folders]
             for file in filter(Path.exists, others):
                 _write_once(own, file.read_bytes())
             return read_reference(_name(digest), "", folder=self._folders[0], max_pixels=self.rules.max_pixels)
-        number, row = self._places[place].tolist()
+        number, row = place
         return next(image for image in tokenised_images(self._data[number][row]) if image.digest == digest)
+
+
+def with_parts(messages: Sequence[Message], uris: Iterable[str], *, mark: str = WRITTEN) -> list[Message]:
+    """A conversation whose contents with marks of images are the parts of OpenAI's messages."""
+    left = list(uris)
+    with_images = []
+    for message in messages:
+        first, *rest = str(message.get("content") or "").split(mark, len(left))  # a text may have more of them
+        parts: list[dict[str, Any]] = [{"type": "text", "text": first}] * bool(first)
+        for text in rest:
+            parts.append({"type": "image_url", "image_url": {"url": left.pop(0)}})
+            parts += [{"type": "text", "text": text}] * bool(text)
+        with_images.append({**message, "content": parts} if rest else message)
+    return with_images
+
+
+def data_uri(image: ImageReference) -> str:
+    """The file of an image, which is the same one when it is read again."""
+    content = image.file()
+    return f"data:{media_type(content, image.path)};base64,{base64.b64encode(content).decode()}"
 
 
 def _opened(location: str, source: Any) -> Any:
@@ -145,7 +174,6 @@ def digests_of(row: Mapping[str, Any]) -> list[str]:
 def require_images_read(config: RLConfig, placement: Placement) -> None:
     """Raise UserError for settings whose prompts must be text."""
     given = {
-        "environment.program or rollout.endpoint": config.environment is not None and config.environment.path is None,
         "rollout.max_lag and placement.sampler": placement.separate_sampler and config.rollout.max_lag > 0,
         "placement.critic_copy": CRITIC_COPY in placement.roles,
         "rollout.backend module": config.rollout.backend == "module",

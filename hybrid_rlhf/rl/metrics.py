@@ -114,22 +114,26 @@ def _explained_variance(batch: Batch, world: World) -> Tensor | None:
 
 
 def episode_metrics(rollout: Rollout, world: World) -> dict[str, float]:
-    """Turns, rewards and truncation, means over episodes; {} without an environment. Every rank calls."""
-    if rollout.turn_rewards is None:
+    """Turns, rewards and truncation, means over episodes, and the share of observations that are cut; {} without an
+    environment. Every rank calls."""
+    if rollout.turn_rewards is None or rollout.cut_observations is None:
         return {}
     index = rollout.numbered(world)
     mask = rollout.response_mask
     begins = mask[:, 1:] & ~mask[:, :-1]  # the template has at least one token between two turns
     first = torch.zeros(len(mask)).index_fill(0, rollout.episodes()[0], 1.0)
-    columns = [begins.sum(dim=1), rollout.turn_rewards.sum(dim=1), ~rollout.stopped, first]
+    columns = [begins.sum(dim=1), rollout.turn_rewards.sum(dim=1), ~rollout.stopped, first, rollout.cut_observations]
     whole = index.gather(torch.stack([column.float() for column in columns], dim=1))
-    turns, rewards, truncated, first = whole.T.contiguous()
+    turns, rewards, truncated, first, cut = whole.T.contiguous()
     metrics = {
         "environment/truncated": float(truncated.mean()),
         "environment/turns": float(turns.sum() / first.sum()),
         "environment/reward": float(rewards[first.bool()].mean()),
     }
-    return metrics if rollout.samples is None else {**metrics, "environment/sequences": len(first) / float(first.sum())}
+    if rollout.samples is not None:  # of programs, whose texts are not cut
+        return {**metrics, "environment/sequences": len(first) / float(first.sum())}
+    observations = (turns - 1).clamp(min=0).sum().clamp(min=1)
+    return {**metrics, "environment/observations_cut": float(cut.sum() / observations)}
 
 
 def score_metrics(scores: Tensor, has_score: Tensor, groups: Tensor, *, is_rewarded: bool) -> dict[str, float]:

@@ -137,6 +137,8 @@ class Episode:
     """True if the episode ended by itself, false if it was truncated."""
     failure: str | None = None
     """Why the environment failed; None without a failure."""
+    cut_observations: int = 0
+    """Number of observations that lost their middle."""
     sample: int | None = None
     """Index among the samples of its prompt, where an episode may have several sequences; otherwise None."""
     images: Sequence[str] = ()
@@ -206,6 +208,8 @@ class Rollout(Rows):
     """[N] int64, place of the prompt in the step; completions of one prompt form a group."""
     turn_rewards: Tensor | None = None
     """[N, T] float32, reward of an environment for each turn, at its last token; None without an environment."""
+    cut_observations: Tensor | None = None
+    """[N] int64, number of observations that lost their middle; None without an environment."""
     samples: Tensor | None = None
     """[N] int64, index of the episode among those of its prompt, where an episode may have several sequences; None if
     each row is an episode."""
@@ -286,6 +290,7 @@ class Rollout(Rows):
             tensor("weight_versions", torch.long),
             torch.tensor(groups, dtype=torch.long),
             tensor("turn_rewards", torch.float32) if has_rewards else None,
+            torch.tensor([episode.cut_observations for episode in episodes], dtype=torch.long) if has_rewards else None,
             samples=None if None in samples or not samples else torch.tensor(samples),
             routes=RolloutRoutes.of([episode.routes for episode in episodes]),
             images=RolloutImages.of([episode.images for episode in episodes]),

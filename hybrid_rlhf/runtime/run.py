@@ -46,7 +46,6 @@ from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.sinks.sink import IDS_FILE, EndState, TrackedRun, require_installed
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.placement import Placement
-from hybrid_rlhf.runtime.product_backend import RECORD as PRODUCTS_FILE
 from hybrid_rlhf.runtime.product_backend import choose_product_backend
 from hybrid_rlhf.runtime.world import (
     World,
@@ -61,7 +60,7 @@ DATA_FILE = "data.json"
 """Counts of the rows of the sources."""
 _SETTINGS_FILES = (CONFIG_FILE, METRICS_FILE, IDS_FILE)
 """Files that make a folder that of a run which has started."""
-_START_FILES = (*_SETTINGS_FILES, LOG_FILE, PRODUCTS_FILE, DATA_FILE)
+_START_FILES = (*_SETTINGS_FILES, LOG_FILE, DATA_FILE)
 """Files that a start may write before its first step is complete."""
 _GROWING = (METRICS_FILE, LOG_FILE)
 """Those of them that are continued, not replaced."""
@@ -242,7 +241,7 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
             checkpoint = _checkpoint(folder, resume, initial_resume, world)
             warm_start = _warm_start(initial_resume, checkpoint)
             seed_all(config.seed, deterministic=config.deterministic)
-            choose_product_backend(world, folder, checkpoint=checkpoint, deterministic=config.deterministic)
+            choose_product_backend(world, deterministic=config.deterministic)
             alerts = _check_logging(config, world)
             limit = config.faults.phase_timeout_seconds
             with Watchdog(world, folder, limit_seconds=limit) as watchdog:

@@ -15,6 +15,8 @@ from hybrid_rlhf.serving.bodies import KeyRejected
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _MOST_IMAGE_BYTES = 16 * 2**20
 """Longest file of an image."""
+NOT_READ = "no images are read here"
+"""Why a model of text gets none."""
 
 
 @contextmanager
@@ -40,16 +42,17 @@ def read_conversation(name: str, conversation: Sequence[dict[str, Any]]) -> list
     Raises:
         UserError: for an invalid message, or an image.
     """
-    return read_messages(name, take_images(name, conversation, are_read=False)[0])[0]
+    return read_messages(name, take_images(name, conversation, refusal=NOT_READ)[0])[0]
 
 
 def take_images(
-    name: str, conversation: Sequence[dict[str, Any]], *, are_read: bool = True
+    name: str, conversation: Sequence[dict[str, Any]], *, refusal: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Messages with the key of each image in its place, and the data URIs by the keys, for `read_messages`.
 
     Raises:
-        KeyRejected: for an image that is sent in another way than a data URI, or is too long; for any if none are read.
+        KeyRejected: for an image that is sent in another way than a data URI, or is too long; for any if none are read,
+            with the reason.
     """
     images: dict[str, str] = {}
 
@@ -58,8 +61,8 @@ def take_images(
         key = f"{name}.{place}.content.{number}"
         if kind not in _IMAGE_PARTS:
             return part
-        if not are_read:
-            raise KeyRejected(key, f"must be text, as no images are read here, got {kind}: remove it")
+        if refusal:
+            raise KeyRejected(key, f"must be text, as {refusal}, got {kind}: remove it")
         if kind != "image_url":
             raise KeyRejected(key, f"must have type text or image_url, got {kind}: send image_url with a data URI")
         key += ".image_url.url"

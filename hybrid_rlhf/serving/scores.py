@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.serving.bodies import KeyRejected, ScoreBody
-from hybrid_rlhf.serving.conversations import read_conversation
-from hybrid_rlhf.serving.saved_scorer import NotWanted, SavedScorer, batches
+from hybrid_rlhf.serving.conversations import NOT_READ, read_messages, request_errors, take_images
+from hybrid_rlhf.serving.saved_scorer import NotWanted, SavedScorer, ScoredRow, batches
 from hybrid_rlhf.serving.service import BatchEnded, QueueFull, UnknownModel
 
 
@@ -64,10 +64,10 @@ class ScoreService:
             rows = await asyncio.to_thread(self._rows, body)
             shown: list[dict[str, Any]] = [{} for _ in rows]
             for places in batches(rows):
-                ids = [rows[place] for place in places]
+                batch = [rows[place] for place in places]
 
-                def score(ids: list[list[int]] = ids) -> Tensor:
-                    return self._scorer.scores(ids, lambda: not (left.is_set() or self.closed))
+                def score(batch: list[ScoredRow] = batch) -> Tensor:
+                    return self._scorer.scores(batch, lambda: not (left.is_set() or self.closed))
 
                 scores = await asyncio.wrap_future(call(score))
                 for place, value in zip(places, scores.tolist(), strict=True):
@@ -82,16 +82,20 @@ class ScoreService:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "model": self.name, "data": shown, "usage": usage}
 
-    def _rows(self, body: ScoreBody) -> list[list[int]]:
-        """The tokens of each conversation."""
+    def _rows(self, body: ScoreBody) -> list[ScoredRow]:
+        """The tokens and images of each conversation."""
         rows = []
+        refusal = "" if self._scorer.reads_images else NOT_READ
         for place, conversation in enumerate(body.conversations()):
             name = body.key_of(place)
-            *prompt, last = read_conversation(name, conversation)
+            taken, uris = take_images(name, conversation, refusal=refusal)
+            (*prompt, last), keys = read_messages(name, taken)
             if last["role"] != "assistant":
                 raise KeyRejected(name, f"must end with a turn of the assistant, got {last['role']}: add the answer")
+            with request_errors(name):
+                images = self._scorer.read_images(name, [uris[key] for key in keys])
             try:
-                rows.append(self._scorer.encode(prompt, [last], shown=name))
+                rows.append(self._scorer.encode(prompt, [last], images=images, shown=name))
             except UserError as error:
                 raise KeyRejected(name, str(error).removeprefix(f"{name} ")) from error
         return rows

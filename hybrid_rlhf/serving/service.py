@@ -26,7 +26,7 @@ from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.chat.template import leading_bos, render, render_unfinished, token_ids
 from hybrid_rlhf.data.images.expansion import RowImages
 from hybrid_rlhf.data.images.references import ImageReference, read_reference
-from hybrid_rlhf.generation.batching.images import PromptImages
+from hybrid_rlhf.generation.batching.images import GivenImages, PromptImages
 from hybrid_rlhf.generation.image_loading import ImageReader
 from hybrid_rlhf.generation.open_batch import PromptBatch, RequestBatch, StreamedToken, Submitted, TokenSource
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams
@@ -40,8 +40,8 @@ from hybrid_rlhf.serving.bodies import (
     TokenizeBody,
 )
 from hybrid_rlhf.serving.conversations import (
+    NOT_READ,
     check_text,
-    read_conversation,
     read_messages,
     request_errors,
     take_images,
@@ -119,7 +119,7 @@ class Job:
     """Adapter of all prompts; None: the model itself."""
     grammar: object | None = None
     """Keeps the grammar of `sampling` compiled; None: it has none, or `Service.compiled` compiles it."""
-    images: Sequence[PromptImages | None] = ()
+    images: Sequence[GivenImages] = ()
     """As in PromptBatch."""
 
 
@@ -440,9 +440,7 @@ class Service:
         except RuntimeError as error:
             raise _ended(self.batch) from error
 
-    async def prompt_tokens(
-        self, prompt: Sequence[int], images: PromptImages | None, *, top: int
-    ) -> list[StreamedToken]:
+    async def prompt_tokens(self, prompt: Sequence[int], images: GivenImages, *, top: int) -> list[StreamedToken]:
         """The tokens of a prompt with their log-probs, that of the first one NaN, and the most likely tokens."""
         try:
             future = self.batch.prompt_logprobs(prompt, adapter=self.adapter, top=top, images=images)
@@ -456,22 +454,24 @@ class Service:
         """The prompt of a chat request."""
         if body.prompt_token_ids is not None:
             return Prompt(body.prompt_token_ids)
-        if self._image_reader is None:
-            return Prompt(token_ids(self.rendered(body, self.messages(body)), self.tokenizer))
-        conversation, uris = take_images("messages", body.messages)
-        self._check_texts(body, conversation)
-        messages, keys = read_messages("messages", conversation)
+        messages, images = self.conversation(body)
         text = self.rendered(body, messages)
-        if not keys:
+        if images is None or self._image_reader is None:
             return Prompt(token_ids(text, self.tokenizer))
-        images = self._images(self._image_reader(), {key: uris[key] for key in keys})
         with request_errors("messages"):
             ids = token_ids(images.expanded([text])[0], self.tokenizer)
-            images.require_no_others(ids, len(keys), self.tokenizer)
+            images.require_no_others(ids, len(images.references), self.tokenizer)
         return Prompt(ids, self._image_reader().prompt_images(ids, images.references), images.references)
 
-    def _images(self, reader: ImageReader, uris: Mapping[str, str]) -> RowImages:
+    @property
+    def image_refusal(self) -> str:
+        """Why requests must be text; empty: they may have images."""
+        return NOT_READ if self._image_reader is None else ""
+
+    def read_images(self, uris: Mapping[str, str]) -> RowImages:
         """Decode the images of a request, by their keys, until they are longer than a sequence may be."""
+        assert self._image_reader is not None, "images are not refused"
+        reader = self._image_reader()
         images = RowImages(reader.layout, [])
         tokens = 0
         for key, uri in uris.items():
@@ -497,11 +497,12 @@ class Service:
         assert isinstance(body, CompletionBody)
         return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
 
-    def messages(self, body: ChatBody) -> list[Message]:
-        """The conversation of a request, normalised by `read_conversation`."""
-        take_images("messages", body.messages, are_read=False)
-        self._check_texts(body, body.messages)
-        return read_conversation("messages", body.messages)
+    def conversation(self, body: ChatBody) -> tuple[list[Message], RowImages | None]:
+        """The conversation of a request, as chat templates read it, and its images; None: it has none."""
+        conversation, uris = take_images("messages", body.messages, refusal=self.image_refusal)
+        self._check_texts(body, conversation)
+        messages, keys = read_messages("messages", conversation)
+        return messages, self.read_images({key: uris[key] for key in keys}) if keys else None
 
     def _check_texts(self, body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> None:
         """Refuse texts that are too long for any tokenization, or not Unicode."""

@@ -159,6 +159,18 @@ def test_an_endpoint_is_asked_in_both_orders(
         assert found["results"]["agreement"] == 1
 
 
+def test_a_judge_in_this_process_gives_each_model_what_the_other_loses(
+    tmp_path: Path, model_folder: Path, other_folder: Path, prompts: Path, measured: Measured
+) -> None:
+    """Catches a judge that is loaded as the model that it judges, or that is asked as one."""
+    judge = save_tiny(tmp_path / "judge", tiny_model(3, max_position_embeddings=8192))
+    more = f"--data {prompts} --judge.path {judge} --judge.explain false --sampling.max_new_tokens 6 --against"
+    there = measured(f"{model_folder} {more} {other_folder}")["results"]
+    back = measured(f"{other_folder} {more} {model_folder}")["results"]
+    assert there["requests"] == 12 and there["without a verdict"] == 0
+    assert (there["wins"], there["ties"], there["losses"]) == (back["losses"], back["ties"], back["wins"])
+
+
 def test_the_judge_of_a_reward_evaluates_with_its_section(
     model_folder: Path, other_folder: Path, prompts: Path, measured: Measured, tmp_path: Path
 ) -> None:
@@ -237,6 +249,7 @@ def test_estimates() -> None:
         ("--data {data} --judge.model a --judge.url http://h/v1", "judge takes one of model and url"),
         ("--data {data} --against x --reward a:b", "one measure at a time, got against and reward"),
         ("--data {data} --measure pass_rate", "pass_rate needs --reward"),
+        ("--data {data} --reward maths", "or a verifier, math or code, got maths: the nearest is math"),
         ("--data {data} --reward a:b --sandbox.strict true", "sandbox goes with the rewards math and code, got a:b"),
         ("--data {data} --reward code --sandbox.output_bytes 9", "sandbox.output_bytes of code is 9: give 1024"),
         ("--data {data} --reward a:b --k 4", "k must be at most sampling.n 1"),
@@ -248,11 +261,15 @@ def test_estimates() -> None:
         ("--data {data} --reward {rewards}:digits --max_length 9", "a prompt may have max_length 9"),
         (
             "--data {data} --against x --judge.url http://127.0.0.1:9/v1",
-            "judge judge must answer, http://127.0.0.1:9/v1",
+            "reward component judge must answer, http://127.0.0.1:9/v1",
         ),
         ("--data {data} --judge.url http://h/v1", "judge goes with win_rate and --against, got the section judge"),
         ("--data {data} --against x --judge.model a --judge.rubric b", "a reward model as judge has no other keys"),
-        ("--data {data} --against x --judge.path a", "unknown option --judge.path: serve it with `hybrid-rlhf serve"),
+        (
+            "--data {data} --against x --judge.path a --judge.model b",
+            "a reward model as judge has no other keys, got p",
+        ),
+        ("--data {data} --against x --judge.path a/b/c", "a model must be a folder, a .gguf file or a hub name, a/b/c"),
     ],
 )
 def test_mistakes_are_one_line(

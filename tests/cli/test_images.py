@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,17 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from tests.support.commands import CommandLine
 from tests.support.messages import assistant, user
 from tests.support.steps import read_rows
-from tests.support.vision import build_vision, chat_ids, model_arguments, picture, vision_folder, vision_processor
+from tests.support.vision import (
+    build_vision,
+    chat_ids,
+    model_arguments,
+    picture,
+    save_vision,
+    score_of,
+    vision_folder,
+    vision_processor,
+    vision_scorer,
+)
 
 FAMILY = "qwen3_vl"
 GREEDY = "--sampling.temperature 0 --sampling.max_new_tokens 6 --device cpu --dtype float32"
@@ -88,6 +99,7 @@ def test_chat_keeps_images_and_saves_their_names(
         "what?",
         "sure?",
         f"/save {saved}",
+        f"/score {vision_scorer(FAMILY)[1]}",
         f"/score {paths['reward']}",
         f"/compare {model_folder}",
         "so?",
@@ -102,7 +114,8 @@ def test_chat_keeps_images_and_saves_their_names(
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     ids = chat_ids(FAMILY, [PICTURES[0], PICTURES[1], "what?"])
     assert messages[1] == assistant(answer(ids, PICTURES[:2]).strip())
-    assert "/score reads text, the conversation has images: write /clear first" in out
+    assert re.search(r"model: score [-+]\d+\.\d+", out)
+    assert re.search("error: images need a vision-language model, got .*ForSequenceClassification", out)
     assert "images need a vision-language model, this one reads text" in out
 
 
@@ -151,7 +164,22 @@ def test_passes_of_rows_with_images(
     line = f"evaluate {vision_folder(FAMILY)} --data {rows} {GREEDY}"
     assert cli(f"{line} --reward {reward}:same --json").result["results"]["pass@1"]["value"] == 1.0
     judge = f"--against {vision_folder(FAMILY)} --judge.url http://127.0.0.1:1/v1 --judge.served_name j"
-    assert "judges of win_rate read text, the row has images: remove it" in cli.refused(f"{line} {judge}")
+    assert "a language model that judges reads text, the row has images: remove it" in cli.refused(f"{line} {judge}")
+
+
+def test_a_reward_model_judges_answers_to_images(
+    files: list[Path], write_jsonl: Callable[..., Path], cli: CommandLine
+) -> None:
+    """Each answer after its picture: with another one the sign of a margin would be that of chance."""
+    other = save_vision(files[0].parent / "other", FAMILY, build_vision(FAMILY, seed=1))
+    rows = write_jsonl([{"prompt": "what?", "images": [file.name]} for file in files])
+    line = f"evaluate {vision_folder(FAMILY)} --data {rows} {GREEDY} --against {other}"
+    output = files[0].parent / "judged.jsonl"
+    cli(f"{line} --judge.model {vision_scorer(FAMILY)[1]} --output {output}")
+    for row, shown in zip(json.loads(output.read_text())["rows"], PICTURES, strict=True):
+        said = (f"{row[key]}<|im_end|>\n" for key in ("completion", "other"))
+        ours, theirs = (score_of(FAMILY, [shown, "what?"], text) for text in said)
+        assert ours != theirs and row["outcome"] == float(ours > theirs)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "idefics3", "qwen3_vl"])

@@ -460,7 +460,7 @@ def test_moments_in_8_bits_are_carried_over_without_adapters(
     ("words", "rule"),
     [
         (["train --x 1"], "port must know the system of the file"),
-        (["nothing.sh", "--from", "trl"], "a file or a command must be given, got nothing.sh, which does not exist"),
+        (["nothing.sh", "--from", "trl"], "a file or a command must be given, got nothing.sh, which is no file"),
         (["train --beta 1", "--from=trl"], "port cannot tell the step of the run: give --step sft"),
         (["trl dpo --beta '1", "--from", "trl"], "a command must have paired quotes"),
         (["trl dpo --beta 1", "--from", "trl", "--output", "."], "output must be a file that can be written"),

@@ -49,6 +49,12 @@ from tests.support.errors import refused
         (RLConfig, {"algorithm": "gae"}, "got gae: give ppo"),
         (RLConfig, {"algorithm": "gpro"}, "got gpro: the nearest is grpo"),
         (RLConfig, {"algorithm": "sarsa"}, "got sarsa: give one of them"),
+        (SFTConfig, {"model": "m"}, "model must be a mapping of keys, got m: set model.path or another of its keys"),
+        (SFTConfig, {"model": {"path:m": None}}, "--model.path:m: write a space after model.path:"),
+        (RLConfig, {"reward": {"components": [{"function:a.py:f": None}]}}, "write a space after function:"),
+        (SFTConfig, {"model": {"dtype": "bf16"}}, "got bf16: the nearest is bfloat16"),
+        (SFTConfig, {"model": {"dtype": "q"}}, "got q: give one of them"),
+        (SFTConfig, {"logging": {"sinks": ["wandbb"]}}, "got wandbb: the nearest is wandb"),
     ],
 )
 def test_unknown_keys(config_type: type, content: dict[str, object], error: str) -> None:

@@ -136,6 +136,7 @@ def test_data_that_a_later_step_lacks_is_refused_before_the_first_step(
         ("--rl.critic.path ./no", "step rl: a model must be a folder, a .gguf file or a hub name, ./no is none"),
         ("--rl.reward.components run", "step rl: a model folder must have a config.json, run has none: give run/actor"),
         ("--rl.teacher.path a/b/c", "step rl: a model must be"),
+        ("--rl.reward.components '{judge: {path: ./no}}'", "step rl: a model must be a folder, a .gguf file"),
         ("--sft.distill.teacher no.gguf", "step sft: a model file must exist, no.gguf does not exist"),
         ("--steps sft,preference --preference.reference.path http://a/b", "step preference: a model must be a folder"),
     ],

@@ -103,6 +103,14 @@ PIXELS: dict[str, tuple[Callable[[], bytes], np.ndarray]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.float32])
+def test_shades_of_an_array_keep_their_values(dtype: Any) -> None:
+    """Those of 32 bits, which environments make of numbers, became black as the upper bits of 16."""
+    values = np.arange(256).reshape(16, 16)
+    found = open_image(reference(Image.fromarray(values.astype(dtype))).content, "x")
+    assert np.array_equal(np.asarray(found), rgb(values))
+
+
 @pytest.mark.parametrize("name", PIXELS)
 def test_pixels(name: str) -> None:
     make, pixels = PIXELS[name]

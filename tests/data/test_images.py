@@ -44,6 +44,16 @@ from tests.support.vision import FAMILIES, picture, vision_folder, vision_proces
 
 WORLD = solo_world(torch.device("cpu"))
 IMAGE = {"type": "image"}
+TEXT = {"type": "text", "text": "shown"}
+
+
+def disordered(first: Any, second: Any) -> list[dict[str, Any]]:
+    """Two calls, and their results in the other order."""
+    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": {}}} for name in "ab"]
+    results = [{"role": "tool", "tool_call_id": name, "content": text} for name, text in (("b", first), ("a", second))]
+    return [{"role": "assistant", "content": "look", "tool_calls": calls}, *results]
+
+
 SYSTEM = {"role": "system", "content": "s"}
 TEMPLATES = {
     # the ways of published templates: llava-1.5 writes images before all text, SmolVLM no space before one
@@ -182,6 +192,17 @@ def test_a_row_has_its_images_in_many_ways(folder: Path) -> None:
         ),
         ({"prompt": [user([{"type": "video", "video": "x"}])]}, "the content of a message must be text"),
         ({"prompt": "q", "videos": ["x.mp4"]}, "got column 'videos'"),
+        (
+            {
+                "prompt": [user("q"), *disordered([IMAGE], [IMAGE, TEXT])],
+                "images": ["0.png"] * 2,
+            },
+            "results of tools with images of the row's column must be in the order of their calls",
+        ),
+        (
+            {"prompt": [user("q"), *disordered("<image>", "no picture <image>")], "images": ["0.png"] * 2},
+            "results of tools with images of the row's column must be in the order of their calls",
+        ),
         ({"prompt": "q", "images": 3}, "an image must be a path, a data URI or bytes, image 1 is int"),
     ],
 )

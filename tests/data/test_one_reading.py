@@ -15,10 +15,10 @@ import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
-import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from hybrid_rlhf.data.preparation.checking import check_source
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_sft_row
 from hybrid_rlhf.data.rows.sources import open_source
@@ -183,8 +183,12 @@ def test_messages_may_be_json_text(tmp_path: Path) -> None:
                 read_preference_row("f:1", row)
 
 
-@pytest.mark.parametrize("text", ['[{"text": "a"}]', "[\n{}\n]"])
-def test_a_list_in_a_jsonl_file_is_named(text: str, tmp_path: Path) -> None:
-    (tmp_path / "r.jsonl").write_text(text)
+def test_a_list_in_a_jsonl_file_is_named(tmp_path: Path) -> None:
+    """One error, also of a check, which reports each line: all lines of a list over many would be wrong."""
+    file = tmp_path / "r.jsonl"
+    file.write_text('[{"text": "a"}]')
     with user_error("r.jsonl:1: .* fix the line, or rename the file to .json if it is one list"):
-        list(open_source(str(tmp_path / "r.jsonl")))
+        list(open_source(str(file)))
+    file.write_text("[\n{}\n]")
+    with user_error("r.jsonl:1: a line must be JSON, the file is one list: rename it to .json"):
+        check_source(str(file))

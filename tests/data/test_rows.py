@@ -96,7 +96,10 @@ BAD_ROWS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"conversations": [{"from": "human", "value": "q"}]}, "got the format sharegpt: convert it with"),
         ({"messages": [USER]}, "assistant turn, got none"),
         ({"messages": []}, "column 'messages' .* got an empty list"),
-        ({"messages": [{"role": "user"}]}, "column 'messages': .* 'content', got {'role': 'user'}"),
+        (
+            {"messages": [{"role": "user"}]},
+            "column 'messages': a message must have a 'content' other than null, got {'role': 'user'}",
+        ),
         (
             {"messages": [{"role": "bot", "content": "x"}, ANSWER]},
             "column 'messages': a role .* developer, user, assistant, tool, function, ipython, observation, got 'bot'",
@@ -139,7 +142,8 @@ BAD_ROWS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ),
     ],
     read_prompt_row: [
-        ({"text": "x"}, "prompt or messages, got columns text"),
+        ({"text": "x"}, "prompt or messages, got columns text: rename or add columns"),
+        ({"promt": "x"}, "prompt or messages, got columns promt: rename promt to prompt"),
         ({"messages": [ANSWER]}, "column 'messages' must have a prompt, got only an assistant turn"),
     ],
 }
@@ -162,6 +166,7 @@ def test_an_invalid_row_is_named_by_file_line_and_column(
         (
             *(": fix the row", "remove the row", "rename or add columns", ": remove one", "remove it", "data convert"),
             "remove the column",
+            "rename promt to prompt",
         )
     )
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -94,6 +95,13 @@ def test_each_source_is_evaluated(load: Load, write_jsonl: Any) -> None:
     held_out = texts(data.held_out)
     assert len(data.train) == 40 and len(load("sft").held_out) == 0
     assert [len(held_out & of_source) for of_source in numbers] == [4, 5, 5]
+
+
+def test_no_progress_bar_of_datasets_stands_in_the_log(load: Load, capfd: pytest.CaptureFixture[str]) -> None:
+    """Prompts name their source in a column, for which `datasets` copies the rows. The user's setting remains."""
+    datasets.enable_progress_bars()
+    load("prompt", eval_fraction=0.2)
+    assert capfd.readouterr() == ("", "") and datasets.utils.logging.is_progress_bar_enabled()
 
 
 def test_weights_are_passes_over_a_source(load: Load, write_jsonl: Any) -> None:
@@ -321,10 +329,10 @@ def test_a_conversation_with_several_rows_is_split_as_one(
             seen.append(names)
     assert sum(map(len, seen)) == len(set.union(*seen)) == 20
     assert any("20 conversations make 40 rows" in line for line in log_lines)
-    assert any("reaches the model as it is written: name (20)" in line for line in log_lines)
+    assert any("does not render all of the rows: name (20)" in line for line in log_lines)
     lines = len(log_lines)
     load("sft", rows)
-    assert any("reaches the model as" in line for line in log_lines[lines:]), "also when the rows come from the cache"
+    assert any("does not render all" in line for line in log_lines[lines:]), "also when the rows come from the cache"
 
 
 def test_a_file_of_mixed_kinds_is_said(load: Load, log_lines: list[str]) -> None:

@@ -129,7 +129,7 @@ def test_adam_adds_eps_after_the_bias_correction() -> None:
     ("role", "learning", "lora", "lr", "expected", "line"),
     [
         ("actor", None, 0, None, 1.3e-4, "actor: lr 0.00013: derived from width 32 (docs/defaults.md)"),
-        ("actor", "sft", 0, None, 2.6e-3, "actor: lr 0.0026: derived from width 32 (docs/defaults.md)"),
+        ("actor", "sft", 0, None, 2.6e-3, "sft: lr 0.0026: derived from width 32 (docs/defaults.md)"),
         ("critic", None, 4, None, 1.3e-2, "critic: lr 0.013: derived from width 32 and adapters of alpha 16 (docs/"),
         ("actor", None, 0, 3e-5, 3e-5, None),
         ("actor", None, 0, 0.0, 0.0, None),
@@ -153,6 +153,14 @@ def test_an_optimizer_without_a_rate_takes_the_one_of_the_models_width(
     assert engine.deepspeed_engine.optimizer.param_groups[0]["lr"] == expected
     said = [text for text in log_lines if "derived" in text]
     assert len(said) == (line is not None) and all(text.startswith(str(line)) for text in said)
+
+
+def test_an_engine_is_built_without_a_word_on_the_screen(
+    model_folder: Path, world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed's optimizer for bfloat16 prints the memory in use, a dozen lines for each model."""
+    build_engine(actor_spec(model_folder, dtype="bfloat16"), world)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_model_without_a_width_needs_a_rate() -> None:

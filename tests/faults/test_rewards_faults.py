@@ -18,7 +18,7 @@ import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
-from hybrid_rlhf.rl.rewards import Reward
+from hybrid_rlhf.rl.rewards import Reward, endpoint
 from hybrid_rlhf.rl.rewards import functions as functions_module
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import MAX_HANGING_CALLS
@@ -354,6 +354,24 @@ def test_replicas_share_the_work_and_a_dead_one_is_left_out(serve: Serve) -> Non
     assert score_in_order(with_dead).scores.tolist() == RIGHT["scores"], "a failed request goes to another replica"
     with user_error("http://127.0.0.1:9/ cannot be reached .ConnectError"):
         score_in_order(remote("http://127.0.0.1:9/"))
+
+
+def test_requests_wait_without_their_bodies(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2,048 prompts with a photograph each they filled 7 GB at once."""
+    made: list[str] = []
+    ahead: list[int] = []
+    body = endpoint._body
+    monkeypatch.setattr(endpoint, "_body", lambda *given: (made.append(""), body(*given))[1])
+
+    def answer(handler: Any, request: int) -> None:
+        ahead.append(len(made) - len(server.requests))
+        lengths(handler, request)
+
+    server = serve(answer)
+    texts = COMPLETIONS.select([number % 5 for number in range(40)])
+    part = remote(server.url, batch_size=1)
+    assert part.score(texts).values == [float(len(text)) for text in texts.completions]
+    assert len(made) == 40 and max(ahead) <= endpoint.REQUESTS_PER_REPLICA
 
 
 def test_columns_that_json_cannot_represent_are_logged(serve: Serve) -> None:

@@ -204,6 +204,8 @@ def test_another_kind_of_server_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     server = VLLMServer("http://other", "http://other")
     with user_error(r"http://other must have vLLM's route /v1/models, .* HTTP 200 \(<html>"):
         server.content(httpx2.Response(200, text="<html>"), "/v1/models")
+    with user_error(r"http://other must accept what /v1/completions is asked, .* HTTP 400 \(too long\): change"):
+        server.content(httpx2.Response(400, text="too long"), "/v1/completions")
     monkeypatch.setattr(VLLMServer, "call", lambda *_: {"detail": "none"})
     with user_error("must be a vLLM server, its /v1/models has no model"):
         server.introduce()

@@ -15,6 +15,7 @@ from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_co
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.errors import refused
 from tests.support.runs import run_python
@@ -85,6 +86,15 @@ def test_a_folder_of_models_names_the_first(model_folder: Path, tmp_path: Path) 
     assert refused(resolve_model, str(tmp_path / "ppo"), world=solo_world(CPU)) == (
         f"a model folder must have a config.json, {tmp_path}/ppo has none: give {tmp_path}/ppo/actor"
     )
+
+
+def test_a_run_that_has_saved_no_model_is_named_as_such(tmp_path: Path) -> None:
+    """Its folder is there, so that the name looks right."""
+    (tmp_path / LOCK_FILE).touch()
+    error = (
+        f"a model folder must have a config.json, {tmp_path} has none: give a run that is finished, or finish this one"
+    )
+    assert refused(resolve_model, str(tmp_path), world=solo_world(CPU)) == error
 
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -357,8 +358,12 @@ def test_a_template_may_come_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(THINKING)
     tokenizer = load_tokenizer(str(tmp_path / "base"), chat_template=str(tmp_path / "chat.jinja"))
     assert tokenizer.chat_template == THINKING
-    with user_error("chat_template must name a Jinja file, .* does not exist"):
-        load_tokenizer(str(tmp_path / "base"), chat_template=str(tmp_path / "none.jinja"))
+    mistakes = {None: " does not exist", "\n": " is empty", "a\n{{ b }": ":2 has an error (unexpected '}')"}
+    for content, mistake in mistakes.items():
+        if content is not None:
+            (tmp_path / "bad.jinja").write_text(content)
+        with user_error("chat_template must name a file with a Jinja template, .*bad.jinja" + re.escape(mistake)):
+            load_tokenizer(str(tmp_path / "base"), chat_template=str(tmp_path / "bad.jinja"))
     with user_error("chat_template_kwargs .* has none"):
         load_tokenizer(str(tmp_path / "base"), chat_template_kwargs={"thinking": True})
 

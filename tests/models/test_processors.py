@@ -49,6 +49,16 @@ def test_a_model_reads_what_its_processor_writes(family: str) -> None:
         assert torch.equal(joined, value)
 
 
+def test_texts_of_sizes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's clients choose sizes; it kept the text of each that they had sent."""
+    processor = vision_processor("qwen3_vl")
+    monkeypatch.setattr(processors, "_KNOWN_SIZES", 4)
+    monkeypatch.setattr(processor, "_expansions", {})
+    sizes = [(32 * (1 + size % 3), 32 + size) for size in range(12)]
+    texts = [processor.expansion_text(*size) for size in sizes]
+    assert len(processor._expansions) <= 4 and texts == [processor.expansion_text(*size) for size in sizes]
+
+
 @pytest.mark.parametrize("family", ["gemma3", "idefics3", "llava"])
 def test_tokens_and_pixels_equal_those_of_transformers(family: str) -> None:
     """Of the families whose processors have no part for videos."""
@@ -67,6 +77,8 @@ def test_refusals_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "(cross attention)" in str(images_refused(AutoConfig.for_model("mllama")))
     assert "(query tokens)" in str(images_refused(AutoConfig.for_model("blip-2")))
     assert "(not tested)" in str(images_refused(AutoConfig.for_model("aria")))
+    pixtral = AutoConfig.for_model("llava", vision_config={"model_type": "pixtral"})
+    assert "images of model type llava with a tower of Pixtral are not supported" in str(images_refused(pixtral))
     folder = str(save_tiny(tmp_path, tiny_model()))
     assert image_rules(folder, load_tokenizer(folder), max_pixels=1).layout is None
     with pytest.raises(UserError, match="images need a vision-language model, got LlamaForCausalLM: choose"):

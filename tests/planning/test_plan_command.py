@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import RolePlacements
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.planning.calibration import Link
 from hybrid_rlhf.planning.device import GPU_RESERVE_GIB, Device
@@ -326,6 +328,27 @@ def test_a_separate_sampler_holds_inference_weights_and_no_states(job: RLJob) ->
     halves += job.roles["critic"].sizes.parameters * 2 / 2
     for phase in ("generation", "scoring"):
         assert copied[3, phase].inference == pytest.approx(halves, rel=0.01)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_judge_in_the_run_is_in_the_memory_of_the_ranks_that_sample(job: RLJob, shape: str, separate: bool) -> None:
+    """In all phases, with keys and values in a phase of its own, which leaves those of a sampler alone."""
+    roles = {name: RolePlacement((0, 1), 0) for name in ("actor", "critic", "reference", "model")}
+    roles |= {"sampler": RolePlacement((2, 3))} if separate else {}
+    components = [{"model": shape, "name": "model"}, {"judge": {"path": shape}}]
+    reward = replace(job.config.reward, components=[RewardComponentConfig(**part) for part in components])
+    config = replace(job.config, reward=reward)
+    before = memory_of(job, roles)
+    after = memory_of(read_job(config, job.device), roles)
+    size = 2 * job.actor.sizes.parameters
+    for key, need in before.items():
+        samples = (key[0] > 1) == separate
+        assert after[key].inference - need.inference == pytest.approx(size * samples, rel=0.01)
+        assert after[key].cache == need.cache
+    first = 2 if separate else 0
+    assert after.keys() - before.keys() == {(first, "judge scoring"), (first + 1, "judge scoring")}
+    judging = after[first, "judge scoring"]
+    assert judging.buffers > 2**30 and judging.cache == before[first, "scoring" if not separate else "generation"].cache
 
 
 def test_calibrate_measures_once_and_plan_reads_it(

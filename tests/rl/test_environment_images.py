@@ -163,6 +163,30 @@ def test_greedy_turns_are_those_of_transformers_after_the_same_conversation(fami
     assert len(stored(tmp_path)) == 4, "one file for each picture"
 
 
+class Disordered(Album):
+    """Opens with results of tools in another order than that of their calls, as threads end."""
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        super().reset(row)
+        calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": {}}} for name in "ab"]
+        results = [
+            {"role": "tool", "tool_call_id": name, "content": [part(picture(number)), {"type": "text", "text": name}]}
+            for name, number in (("b", 1), ("a", 0))
+        ]
+        asked = {"role": "assistant", "content": "look", "tool_calls": calls}
+        return [{"role": "user", "content": "show"}, asked, *results]
+
+
+def test_pictures_stay_with_the_results_of_tools(tmp_path: Path) -> None:
+    """The first call's picture was that of the second."""
+    (episode,) = played("qwen2_5_vl", tmp_path, [row_of("qwen2_5_vl", "text", 1)], Disordered)
+    images = [read_reference(picture(number), "it", folder=None, max_pixels=2**20) for number in (0, 1)]
+    assert [*episode.images[:2]] == [image.digest for image in images]
+    expanded = [vision_processor("qwen2_5_vl").expansion_text(image.width, image.height) for image in images]
+    text = vision_tokenizer("qwen2_5_vl").decode(episode.prompt)
+    assert text.index(f"{expanded[0]}<|vision_end|>a") < text.index(f"{expanded[1]}<|vision_end|>b")
+
+
 class Broken(Album):
     """Shows what no model can read."""
 
@@ -228,13 +252,12 @@ def test_text_of_an_observation_is_cut_and_its_images_are_not(template: str, rol
         turn, end, rest = after.partition("{{ '<|im_end|>")
         tokenizer.chat_template = before + template + content + turn + "{% endif %}" + end + rest
     image = read_reference(picture(1), "it", folder=None, max_pixels=2**20)
-    turns = ObservationEncoder(tokenizer, max_observation_tokens=7)
-    ids = turns.observation_ids(
-        f"abcde{IMAGE_MARK}fghij{IMAGE_MARK}", end_token=None, images=RowImages(layout, [image] * 2)
-    )
+    turns = ObservationEncoder(tokenizer, max_observation_tokens=25)
+    told = turns.fitting(f"abcde{IMAGE_MARK}fghijfghijfghijfghij{IMAGE_MARK}klm")
+    ids = turns.observation_ids(told, end_token=None, images=RowImages(layout, [image] * 2))
     shown = f"<|vision_start|>{layout.expansion_text(image.width, image.height)}<|vision_end|>"
-    expected = f"<|im_end|>\n<|im_start|>{role}\nabcde{shown}fg{shown}<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(ids) == expected
+    expected = f"{role}\nabcde{shown}f\n[truncated]\nhij{shown}klm"
+    assert tokenizer.decode(ids) == f"<|im_end|>\n<|im_start|>{expected}<|im_end|>\n<|im_start|>assistant\n"
     text = tokenizer.decode(turns.observation_ids("abc", end_token=None, images=RowImages(layout, [])))
     assert text == "<|im_end|>\n<|im_start|>tool\nabc<|im_end|>\n<|im_start|>assistant\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
 import random
 import re
 import shlex
@@ -15,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from hybrid_rlhf.configs.algorithms import GRPOConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import PenaltiesConfig
-from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
+from hybrid_rlhf.configs.sections.environment import TOOL_CLASSES, EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.data.chat.template import render
@@ -40,7 +42,7 @@ from hybrid_rlhf.rl.metrics import episode_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.rl.types import Episode, Rollout
-from hybrid_rlhf.runtime.command_line import parse_config
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.sandbox import local
 from hybrid_rlhf.runtime.world import World
 from tests.support.ahead import rollout_line
@@ -51,6 +53,7 @@ from tests.support.programs import ALGORITHM, SAMPLING, STOP
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import chat_row, episode_parts, whole
 from tests.support.routes import module_routes
+from tests.support.runs import ROOT, run_python
 from tests.support.steps import read_rows, run_outputs, write_lines
 from tests.support.templates import FAMILIES, tokenizer_of
 from tests.support.tiny import CHATML, tiny_tokenizer
@@ -184,6 +187,7 @@ def test_an_episode_is_what_was_sampled_and_what_was_told(kind: Any, world: Worl
         "environment/turns": pytest.approx((3 + 1 + 3) / 3),
         "environment/reward": pytest.approx(2 * 13 / 6),
         "environment/truncated": pytest.approx(1 - float(rollout.stopped.float().mean())),
+        "environment/observations_cut": 0.0,
     }
 
 
@@ -501,12 +505,10 @@ def test_reset_may_give_the_prompt_with_results_in_the_order_of_their_calls(buil
 )
 def test_observations_are_turns_of_the_tool_or_else_of_the_user(template: str | None, expected: str) -> None:
     tokenizer = tiny_tokenizer(template)
-    turns = ObservationEncoder(tokenizer, max_observation_tokens=6)
+    turns = ObservationEncoder(tokenizer, max_observation_tokens=20)
     assert tokenizer.decode(turns.observation_ids("4 < 5", end_token=None)) == expected
     after_end = tokenizer.decode(turns.observation_ids("4 < 5", end_token=tokenizer.eos_token_id))
     assert after_end == expected.lstrip().removeprefix("<|im_end|>"), "an end that was sampled is not repeated"
-    cut = tokenizer.decode(turns.observation_ids("123456789", end_token=None))
-    assert "123456" in cut and "7" not in cut
     if template in (CHATML, None):
         messages = [
             {"role": role, "content": said} for role, said in (("user", "u"), ("assistant", "a"), ("tool", "4 < 5"))
@@ -515,9 +517,63 @@ def test_observations_are_turns_of_the_tool_or_else_of_the_user(template: str | 
         assert before + expected == render(messages, tokenizer, add_generation_prompt=True), "as a conversation reads"
 
 
+@pytest.mark.parametrize("letter", ["a", "é", "数", "🙂"])
+def test_a_cut_observation_says_so_within_the_limit(letter: str) -> None:
+    """Also where a cut is within a character; a text that fits keeps its tokens."""
+    tokenizer = tiny_tokenizer()
+    size = len(tokenizer(letter)["input_ids"])
+    for limit in range(13, 30):
+        turns = ObservationEncoder(tokenizer, max_observation_tokens=limit)
+        fits = letter * (limit // size)
+        assert turns.fitting(fits) == fits
+        first, last = (letter * (half // size) for half in ((limit - 12) // 2, (limit - 13) // 2))
+        assert turns.fitting(fits + letter) == f"{first}\n[truncated]\n{last}"
+    with user_error(r"must have room for \[truncated\] in a longer observation, got 12: give 13 or more"):
+        ObservationEncoder(tokenizer, max_observation_tokens=12)
+
+
+class Talking(Scripted):
+    """Says more than the limit in its second turn, and rewards what was left to score."""
+
+    def step(self, completion: str) -> tuple[str | None, float, bool]:
+        _, reward, is_done = super().step(completion)
+        return "x" * (40 if self._turn == 2 else 20), reward, is_done
+
+    async def truncated(self) -> float:
+        return 10.0 * self._turn
+
+
+def test_the_share_of_cut_observations_and_the_reward_at_a_limit(world: World, build: Any) -> None:
+    """The actor reads that a text was cut. An episode that a limit ends, of turns or of tokens, is scored; one that its
+    environment ends is not scored again."""
+    rollout = build(Talking, **SHORT, max_observation_tokens=20).sampler.sample(PROMPTS, step=1)
+    shown = [tiny_tokenizer().decode(ids) for ids in rollout.input_ids]
+    assert [text.count("x" * 20) for text in shown] == [1, 1, 0, 0, 1, 1]
+    assert [text.count("tool\nxxxx\n[truncated]\nxxx<|im_end|>") for text in shown] == [1, 1, 0, 0, 1, 1]
+    metrics = episode_metrics(rollout, world)
+    assert metrics["environment/observations_cut"] == 4 / 8
+    assert rollout.turn_rewards.sum(dim=1).tolist() == [6, 6, 1, 1, 36, 36]
+    sampling = replace(SAMPLING, sampling=replace(SAMPLING.sampling, max_new_tokens=40))
+    short = build(Talking, sampling=sampling, max_turn_tokens=6).sampler.sample(PROMPTS[2:], step=1)
+    assert [len(turns_of(short, place)) for place in (0, 1)] == [1, 1]
+    assert short.turn_rewards.sum(dim=1).tolist() == [11, 11]
+
+
+class Unscored(Scripted):
+    def truncated(self) -> Any:
+        return None if self._turns == 3 else {}["no score"]
+
+
+def test_a_reward_at_a_limit_that_fails_is_a_failure(build: Any) -> None:
+    with user_error("failed in 4 of 6 episodes: truncated must return a finite number as reward, it returned None"):
+        build(Unscored, max_turns=2, max_turn_tokens=12).sampler.sample(PROMPTS, step=1)
+    with user_error("failed in 2 of 2 episodes: it raised KeyError: 'no score'"):
+        build(Unscored, max_turns=2, max_turn_tokens=12).sampler.sample(PROMPTS[2:], step=1)
+
+
 def test_a_template_without_a_place_for_observations_is_refused() -> None:
     with user_error("needs a chat template that shows a tool's or a user's turn"):
-        ObservationEncoder(tiny_tokenizer("{{ messages[0]['content'] }}"), max_observation_tokens=9)
+        ObservationEncoder(tiny_tokenizer("{{ messages[0]['content'] }}"), max_observation_tokens=20)
 
 
 @pytest.mark.parametrize(
@@ -533,7 +589,7 @@ def test_a_turn_ends_with_one_token(name: str, sampled: str | None, expected: st
     """The end of a past turn in the template followed the stop token that was sampled, so that a turn had both."""
     tokenizer = tokenizer_of(FAMILIES[name])
     end = None if sampled is None else tokenizer.convert_tokens_to_ids(sampled)
-    turns = ObservationEncoder(tokenizer, max_observation_tokens=6)
+    turns = ObservationEncoder(tokenizer, max_observation_tokens=20)
     assert tokenizer.decode(turns.observation_ids("4", end_token=end)).startswith(expected)
 
 
@@ -560,6 +616,18 @@ def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
     ):
         with user_error(rule):
             read_environment(EnvironmentConfig(path=path, options=options))
+
+
+@pytest.mark.parametrize("name", TOOL_CLASSES)
+def test_tools_are_classes_of_the_library(name: str, tmp_path: Path) -> None:
+    """Also those whose packages are not installed; a saved config has the name and the class, and is read again."""
+    config = parse_config(RLConfig, ["--environment.tools", name])
+    assert config.environment is not None and config.environment.path is not None
+    module, _, kind = config.environment.path.partition(":")
+    found = find_spec(module)
+    assert found is not None and f"class {kind}:" in Path(str(found.origin)).read_text()
+    save_config(config, tmp_path / "config.yaml")
+    assert parse_config(RLConfig, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
 def test_the_calculator_computes_and_nothing_else() -> None:
@@ -626,6 +694,17 @@ def test_a_tool_that_cannot_be_isolated_ends_the_run_before_it_begins(monkeypatc
     assert "environment.options" not in str(told.value)
 
 
+@pytest.mark.parametrize(("module", "library"), [("reasoning_gym", "reasoning_gym"), ("verifiers_hub", "verifiers")])
+def test_a_command_of_an_environment_without_its_library_ends_with_one_line(
+    module: str, library: str, tmp_path: Path
+) -> None:
+    """The library is imported before the command begins, which printed a traceback."""
+    (tmp_path / f"{library}.py").write_text("raise ImportError('absent')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run_python(["-m", f"hybrid_rlhf.rl.environments.{module}", "a", "b.jsonl", "3"], PYTHONPATH=path)
+    assert done.returncode == 2 and re.fullmatch(r"error: .* cannot be imported \(absent\): pip .*\n", done.stderr)
+
+
 def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("reasoning_gym")
     from hybrid_rlhf.rl.environments import reasoning_gym as adapter
@@ -682,7 +761,9 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
     defaults = {"path": None}  # the section is null until it is given
     for field in fields(EnvironmentConfig):
         defaults.setdefault(field.name, getattr(EnvironmentConfig(path="a:B"), field.name))
-    shown = {name: "none" if value is None else str(value).removesuffix(".0") for name, value in defaults.items()}
+    shown = {
+        name: "none" if value is None else str(value).lower().removesuffix(".0") for name, value in defaults.items()
+    }
     rows = dict(re.findall(r"^\| `environment\.(\w+)` \| `?(\S+?)`? \|", page, re.MULTILINE))
     assert rows == shown
 

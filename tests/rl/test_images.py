@@ -363,16 +363,17 @@ def test_an_endpoint_gets_the_parts_of_openai() -> None:
     pictures = [picture(1), picture(2)]
     images = [read_reference(png(image), "image", folder=None, max_pixels=2**20) for image in pictures]
     texts = CompletionTexts(
-        [[{"role": "user", "content": "<image>is<image>"}], [{"role": "user", "content": "a text <image>"}]],
-        ["x", "y"],
+        [[{"role": "user", "content": text}] for text in ("<image>is<image>", "a text <image>", "<image> in <image>")],
+        ["x", "y", "z"],
         {},
-        [images, []],
+        [images, [], images[:1]],
     )
     with json_server(answer) as url:
         component = EndpointReward(RewardComponentConfig(urls=(f"{url}/score",)), device=torch.device("cpu"))
         found = component.score(texts)
-    assert found.values == [1.0, 1.0]
-    (first,), (second,) = asked[0]["prompts"]
+    assert found.values == [1.0] * 3
+    (first,), (second,), (third,) = asked[0]["prompts"]
+    assert third["content"][1:] == [{"type": "text", "text": " in <image>"}], "a picture is not lost for a text"
     assert second == {"role": "user", "content": "a text <image>"}
     assert [part["type"] for part in first["content"]] == ["image_url", "text", "image_url"]
     for part, expected in zip(first["content"][::2], pictures, strict=True):
@@ -394,7 +395,6 @@ def test_a_function_that_does_not_name_images_gets_none(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--rollout.endpoint true"], "prompts with environment.program or rollout.endpoint must be text, got images"),
         (["--rollout.backend module"], "prompts with rollout.backend module must be text, got images"),
         (["--reward.components", "[{model: TEXT}]"], "must read the tokens of the actor"),
         (

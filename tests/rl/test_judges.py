@@ -36,6 +36,7 @@ from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.errors import user_error
 from tests.support.judges import Asked, first_is_best, judge_of, judge_server, ranks_by, texts_of
 from tests.support.messages import user
+from tests.support.published import published_templates, published_tokenizer
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rewards import Judge
 from tests.support.rl import COMPLETIONS, rewarded, rollout_of_rows
@@ -230,6 +231,19 @@ def test_a_completion_stays_between_the_marks(injection: str) -> None:
     assert found.values == [pytest.approx(1 / 9)]
 
 
+def test_a_completion_ends_no_turn() -> None:
+    """Whatever template the judge has: its tokens are text where an answer spells them."""
+    for name in published_templates():
+        tokenizer = published_tokenizer(name, "bytes")
+        added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        answer = " ".join(f"{token}system {token}" for token in added)
+        (asked,) = Question.of("Short is good.", [user("Why?")], [answer], JudgeConfig(url="http://h/v1"))
+        (message,) = json.loads(asked.body("m"))["messages"]
+        assert message["content"].replace("\u200b", "").count(answer) == 1, "what it reads is the answer"
+        ids = tokenizer(message["content"], add_special_tokens=False)["input_ids"]
+        assert not {*ids} & {*tokenizer.convert_tokens_to_ids(added)}, name
+
+
 def test_a_call_of_a_tool_is_no_verdict() -> None:
     call = {"function": {"name": "score", "arguments": '{"answer_1": 10}'}}
     message = {"content": None, "tool_calls": [call]}
@@ -332,14 +346,15 @@ def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, caplog
 def test_a_judge_that_does_not_answer_or_reads_no_images_is_refused_at_the_start() -> None:
     config = RewardComponentConfig(judge={"url": "http://127.0.0.1:9/v1", "retries": 0})
     unused: Any = None
+    parts = {"load_tokenizer": unused, "build_engine": unused, "build_judge": unused}
     build: Any = lambda **more: build_reward(  # noqa: E731
-        [config], solo_world(CPU), tokenizer=unused, resolve=str, load_tokenizer=unused, build_engine=unused, **more
+        [config], solo_world(CPU), tokenizer=unused, resolve=str, **parts, **more
     )
-    with user_error("judge judge must answer, http://127.0.0.1:9/v1 cannot be reached .*: check its url and key"):
+    with user_error("reward component judge must answer, http://127.0.0.1:9/v1 cannot be reached .*: check its url"):
         build()
     config = RewardComponentConfig(judge={"url": "http://127.0.0.1:9/v1", "served_name": "x"})
     build()
-    with user_error("judge judge reads text, the rows have images"):
+    with user_error("reward component judge is a judge, which reads text, the rows have images"):
         build(has_images=True)
 
 

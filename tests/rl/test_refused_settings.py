@@ -96,6 +96,10 @@ REFUSED = {
     f"{LAG} --rollout.backend module": "rollout.backend module has no inference weights, got rollout.max_lag 2",
     f"{LAG} --placement separation --actor.ema_decay 0.9": "actor.ema_decay 0.9: leave it out",
     "--environment.path calculator": "must be module:Class",
+    "--environment.tools bash": "tools must be one of calculator, python, shell, mcp or null, got bash",
+    "--environment.tools shell --environment.path a:B": "environment.tools names the class "
+    "hybrid_rlhf.rl.environments.shell:Shell, got environment.path a:B too: leave one out",
+    "--environment.tools shell --environment.program m:f": "an environment is a class or a program",
     "--environment.path a:B --environment.max_turns 0": "max_turns must be 1 or more",
     "--environment.path a:B --environment.timeout_seconds 0": "timeout_seconds must be above 0",
     "--environment.path a:B --environment.options 3": "must be dict",
@@ -116,7 +120,7 @@ REFUSED = {
     "--environment.program m:f --algorithm online_dpo": "got algorithm online_dpo, which counts completions",
     "--algorithm remax --reward.components '[{judge: {url: http://h/v1, mode: rank_group}}]'": "reward component judge "
     "compares completions of one prompt, got rollout.sampling.n 1: give 2 or more",
-    "--environment.max_turns 2": "give the class, environment.program, or --rollout.endpoint true",
+    "--environment.max_turns 2": "give the class, environment.tools, environment.program, or --rollout.endpoint true",
     "--environment.path m:C --rollout.endpoint true": "rollout.endpoint is for programs, got environment.path m:C",
     "--rollout.endpoint.api_key plain": "rollout.endpoint.api_key must be ${NAME}",
     "--rollout.endpoint.host 0.0.0.0": "api_key must be given where other machines connect, got none",
@@ -154,11 +158,15 @@ COMPONENTS_REFUSED = {
     "{verifier: code, workers: 0}": "workers must be 1 or more, got 0",
     "{verifier: code, sandbox: {memory_gb: 2}}": "reward.components: unknown key memory_gb: the nearest is memory_gib",
     "{model: m, retires: 2}": "reward.components: unknown key retires: the nearest is retries",
-    "{judge: {}}": "a judge needs the url of a model, got none",
+    "{judge: {}}": "a judge needs the url or the path of a model, got none",
     "{judge: {url: http://h/v1, mode: best}}": "mode must be one of score, rank_group, pairwise, got best",
     "{judge: {url: h/v1}}": "url: a URL is http://HOST:PORT/PATH or https, got h/v1",
     "{judge: {url: 'http://me:pass@h/'}}": "url: a URL may not carry a user or a password, got http://***@h/",
-    "{judge: {path: m}}": "unknown key path: serve it with `hybrid-rlhf serve PATH`, and give its url",
+    "{judge: {path: m, url: http://h/v1}}": "a judge has one of url and path, got m and a URL: leave one out",
+    "{judge: {path: m, retries: 1}}": "a judge with path has no server, got retries 1: leave it out",
+    "{judge: {path: m, request: {seed: 1}}}": "may have temperature, max_tokens, chat_template_kwargs, got seed: leave",
+    "{judge: {path: m, request: {temperature: 0.7}}}": "asked greedily, got request.temperature 0.7: give 0",
+    "{judge: {path: m, request: {max_tokens: 0}}}": "request.max_tokens of a judge must be 1 or more, got 0",
     "{judge: {model: m, url: http://h/v1}}": "unknown key model: a reward model is a component of its own",
     "{judge: {url: http://h/v1, range: [5, 1]}}": "range must rise, got [5, 1]",
     "{judge: {url: http://h/v1, mode: pairwise, range: [1, 5]}}": "mode pairwise of a judge reads other keys, got",
@@ -194,6 +202,9 @@ REFUSED_AT_THE_START = {
     f"{CURRICULUM} --algorithm.kl null {TEACHER_ALONE}": "rollout.curriculum skips prompts by their scores, got "
     "teacher without reward.components: leave it out",
     "--algorithm grpo --teacher.path OTHER": "the teacher must share the actor's tokens",
+    '--algorithm grpo --reward.components {"judge":{"url":"http://127.0.0.1:9/v1","rubric":"none.md"}}': (
+        "rubric must be a text or name a file, none.md does not exist: check the path"
+    ),
     "--reward.components MODEL": NO_HEAD.format("MODEL"),
     "--algorithm grpo --reward.components OTHER": NO_HEAD.format("OTHER"),
 }

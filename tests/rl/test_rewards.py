@@ -166,6 +166,7 @@ def test_models_score_their_own_reading_of_a_conversation(world: World, judges: 
         resolve=str,
         load_tokenizer=load_tokenizer,
         build_engine=lambda name, path: frozen_engine(path, world),
+        build_judge=None,
     )
     assert [type(part) for part in reward._components] == [ModelReward, RetokenizingModelReward]
     rows = [[5, 6, 7], [9, 8], [4, 4, 4, 4], [11], [3, 200, 7]]
@@ -228,7 +229,8 @@ def on_two_ranks(world: World, judge: str) -> tuple[list[float], list[str]]:
     key = "PATH" if world.rank == 0 else "ABSENT_KEY"
     missing = RewardComponentConfig(urls=("http://127.0.0.1:9",), api_key_env=key)
     unused: Any = None
-    build = partial(build_reward, tokenizer=unused, resolve=str, load_tokenizer=unused, build_engine=unused)
+    parts = {"load_tokenizer": unused, "build_engine": unused, "build_judge": unused}
+    build = partial(build_reward, tokenizer=unused, resolve=str, **parts)
     return judged("zero"), [refused(judged, "stop"), refused(build, [missing], world)]
 
 

@@ -48,7 +48,8 @@ def started() -> Iterator[Callable[..., Shell]]:
 
     def start(*, seconds: float = 20.0, **columns: Any) -> Shell:
         sandbox = SANDBOX | {"timeout_seconds": seconds}
-        shells.append(Shell(sandbox=sandbox, setup="mkdir made && echo ready >made/file", pool=1))
+        setup = "mkdir made && echo ready >made/file"
+        shells.append(Shell(sandbox=sandbox, setup=setup, pool=1, tests="test -e made/file"))
         assert shells[-1].reset(TASK | columns) == TASK["prompt"]
         return shells[-1]
 
@@ -67,7 +68,10 @@ def test_an_episode_is_rewarded_by_its_tests(started: Callable[..., Shell]) -> N
     assert shell.step("<tool_call>ls</tool_call>") == (UNREADABLE, 0.0, False)
     assert shell.step("Done.") == (None, 1.0, True)
     assert started().step("Done.") == (None, 0.0, True)
-    assert started(tests=None).step("Done.") == (None, 0.0, True)
+    assert started(tests=None).step("Done.") == (None, 1.0, True), "by those of the option"
+    shell = started()
+    shell.step(call("sed -i s/-/+/ src/add.sh"))
+    assert shell.truncated() == 1.0 and started().truncated() == 0.0, "at max_turns, too"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +98,7 @@ def test_what_ends_an_episode_is_told(started: Callable[..., Shell]) -> None:
     assert shell._container is not None
     shell._container._remove()
     shell._container._process.wait(60)  # all processes have ended
+    assert shell.truncated() == 0.0
     observation, reward, done = shell.step(call("echo here"))
     assert (reward, done) == (0.0, True) and "the container of a shell has ended" in str(observation)
 

@@ -341,9 +341,10 @@ def test_a_teacher_reads_the_rows_of_its_source_after_its_own_prompt() -> None:
     assert torch.equal(columns["teacher_tokens"][mask], ids[mask][:, None].expand(-1, 2).int())
     again = Rollout.from_tensors(Rollout.joined([rollout.rows([2]), rollout.rows([0, None])]).tensors())
     assert again.as_taught().input_ids[0].tolist()[:12] == read.input_ids[2].tolist()[:12]
-    assert refused(teaching.require_usable, [chat_row("x", source="b")]).startswith("teacher.prompt_template must have")
+    rule = refused(teaching.require_usable, [chat_row("x", source="b")], longest=9)
+    assert rule.startswith("teacher.prompt_template must have")
     alone = Teaching(replace(config, path=None, prompt_template=None), roles, tiny_tokenizer())
-    assert "got a row with 'd': add it" in refused(alone.require_usable, [chat_row("x", source="d")])
+    assert "got a row with 'd': add it" in refused(alone.require_usable, [chat_row("x", source="d")], longest=9)
 
 
 @pytest.mark.parametrize(
@@ -457,6 +458,7 @@ def test_a_served_teacher_teaches_as_one_of_the_run(
         ("down", "teacher.url must be a server that answers, "),
         ("silent", "teacher.url must tell the log-probs of each token and of the 1 most likely ones, "),
         ("other tokens", "the teacher must share the actor's tokens, "),
+        ("short", "a teacher must have room for rollout.max_prompt_tokens, rollout.sampling.max_new_tokens and"),
         ("unsteady", "a teacher must answer the same tokens alike, "),
     ],
 )
@@ -473,7 +475,7 @@ def test_a_served_teacher_is_asked_again_and_must_answer_alike(
             return 503, {}
         content = json.loads(body) if body else {}
         if path == "/v1/models":
-            return 200, {"data": [{"id": "m"}]}
+            return 200, {"data": [{"id": "m", "max_model_len": 9 if fault == "short" else 10}]}
         if path == "/tokenize":
             ids = tokenizer(content["prompt"], add_special_tokens=False)["input_ids"]
             return 200, {"tokens": ids[1:] if fault == "other tokens" else ids}
@@ -489,9 +491,9 @@ def test_a_served_teacher_is_asked_again_and_must_answer_alike(
     with json_server(answer) as url:
         teacher = served_teacher.ServedTeacher(TeacherConfig(url=url, loss="forward", top_k=1), k=1)
         if expected is not None and fault != "silent":
-            assert refused(teacher.require_same, tokenizer).startswith(expected)
+            assert refused(teacher.require_same, tokenizer, longest=9).startswith(expected)
             return
-        teacher.require_same(tokenizer)
+        teacher.require_same(tokenizer, longest=9)
         teacher = served_teacher.ServedTeacher(
             TeacherConfig(url=url, loss="forward", top_k=1), k=1
         )  # as a run makes it

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rlhf.cli.runs.checks import load_user_code
+from hybrid_rlhf.cli.runs.checks import _check_user_code, load_user_code
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
@@ -287,6 +287,22 @@ def test_columns_and_libraries_are_checked_before_a_run(tmp_path: Path, monkeypa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with user_error(r"math-verify, which is not installed: pip install 'hybrid_rlhf\[math\]'"):
         load_user_code(parse_config(RLConfig, [*words, "[{verifier: math, column: solution}]"]))
+
+
+def test_columns_of_a_judge_are_checked_before_a_run_and_may_be_missing_in_some_rows(tmp_path: Path) -> None:
+    """A server that is not up yet is not asked."""
+    rows = tmp_path / "rows.jsonl"
+    lines = [{"prompt": "1+1?"}, {"prompt": "1+2?", "rules": "Be short."}, {"prompt": "1+3?"}]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def check(judge: str) -> None:
+        words = ["--algorithm", "grpo", "--model.path", "m", "--data.sources", str(rows)]
+        step = parse_config(RLConfig, [*words, "--reward.components", f"[{{judge: {{{judge}}}}}]"])
+        _check_user_code(step, tmp_path / "log")
+
+    check("url: http://127.0.0.1:9/v1, rubric_column: rules")
+    with user_error("reward component judge needs the column gold, the data has prompt, rules: rename or add it"):
+        check("path: m, rubric_column: rules, mode: pairwise, against_column: gold")
 
 
 MATH = [

@@ -17,6 +17,8 @@ import torch
 from PIL import Image
 from transformers import PreTrainedModel
 
+from hybrid_rlhf.cli.saved_models.loading import find_model, load_scorer
+from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.data.images.reading import png
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.image_loading import SavedImageReader
@@ -24,6 +26,9 @@ from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.models.structure import text_model_of
 from hybrid_rlhf.models.vision import ImageEncoder
+from hybrid_rlhf.serving.app import Access, build_scoring_app
+from hybrid_rlhf.serving.scores import ScoreService
+from hybrid_rlhf.serving.web import served_in_background
 from tests.support.marks import faults
 from tests.support.messages import assistant, user
 from tests.support.services import Server, open_service, served_service
@@ -35,8 +40,11 @@ from tests.support.vision import (
     chat_ids,
     model_arguments,
     picture,
+    score_of,
     vision_folder,
     vision_processor,
+    vision_scorer,
+    vision_tokenizer,
 )
 
 Content = Sequence[str | Image.Image]
@@ -238,6 +246,39 @@ def test_the_command_serves_images() -> None:
         assert server.post("/v1/chat/completions", refused).status_code == 413
         again = server.chat(messages=[user(parts([picture(3, (64, 64)), "q"]))], **GREEDY)
         assert again.choices[0].token_ids == answer.choices[0].token_ids
+
+
+@pytest.mark.parametrize("family", [*DEFAULT, *(faults(name) for name in FAMILIES if name not in DEFAULT)])
+def test_a_reward_model_scores_images(family: str) -> None:
+    """Of several conversations in a request, in one forward, as transformers' modules do alone; each image is read."""
+    folder = str(vision_scorer(family)[1])
+    scorer = load_scorer(find_model(ServeConfig(path=folder, dtype="float32", device="cpu")), max_image_pixels=4096)
+    contents: list[Content] = [*CONTENTS, [picture(5, (96, 96)), "What colour?"]]
+    small: list[Content] = [*CONTENTS, [picture(5, (96, 96)).resize((64, 64)), "What colour?"]]
+    expected = [score_of(family, content, "red<|im_end|>\n") for content in small]
+    assert abs(expected[0] - expected[1]) > 1e-3, "two pictures of one size"
+    with served_in_background(
+        build_scoring_app(ScoreService(scorer, max_queue=1, name="m"), Access(), created=0)
+    ) as url:
+        server = Server(url)
+        messages = [[user(parts(content)), assistant("red")] for content in contents]
+        answer = server.post("/score", {"model": "m", "messages": messages}).json()
+        assert [row["score"] for row in answer["data"]] == pytest.approx(expected, abs=1e-4)
+        for url, rule in (
+            (
+                uri(png(picture(1))[:100]),
+                "messages is refused: an image must be a complete PNG",
+            ),
+            ("http://127.0.0.1/cat.png", "messages.0.content.0.image_url.url must be a data URI"),
+        ):
+            faulty = [user([image_part(url), {"type": "text", "text": "q"}]), assistant("red")]
+            error = server.post("/score", {"model": "m", "messages": faulty}).json()["error"]
+            assert error["message"].startswith(rule) and "\n" not in error["message"]
+        written = vision_tokenizer(family).convert_ids_to_tokens(vision_processor(family).image_token_id)
+        for content in (written, [*parts([picture(1)]), {"type": "text", "text": f"{written} q"}]):
+            messages = [user(content), assistant("red")]
+            error = server.post("/score", {"model": "m", "messages": messages}).json()["error"]
+            assert error["message"].startswith("messages ") and "image" in error["message"]
 
 
 def test_replaced_weights_are_those_of_the_tower_too() -> None:

@@ -29,7 +29,7 @@ from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.serving.answers import Answer
 from hybrid_rlhf.serving.app import Access, build_scoring_app
 from hybrid_rlhf.serving.bodies import ChatBody
-from hybrid_rlhf.serving.saved_scorer import NotWanted
+from hybrid_rlhf.serving.saved_scorer import NotWanted, ScoredRow
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Job
 from hybrid_rlhf.serving.token_text import TokenText
@@ -163,17 +163,20 @@ def test_scores_wait_within_a_bound_and_for_clients_that_are_there() -> None:
 class SlowScorer:
     """A reward model whose scores end when the test says so."""
 
-    name, heads = "judge", ()
+    name, heads, reads_images = "judge", (), False
 
     def __init__(self) -> None:
         self.encoded: list[Any] = []
         self.scored, self.may_end = 0, threading.Event()
 
-    def encode(self, prompt: Any, answer: Any, *, shown: str) -> list[int]:
-        self.encoded.append(answer)
-        return [1]
+    def read_images(self, *_: Any) -> None:
+        return None
 
-    def scores(self, ids: list[list[int]], is_wanted: Callable[[], bool]) -> torch.Tensor:
+    def encode(self, prompt: Any, answer: Any, **_: Any) -> ScoredRow:
+        self.encoded.append(answer)
+        return ScoredRow([1])
+
+    def scores(self, ids: list[ScoredRow], is_wanted: Callable[[], bool]) -> torch.Tensor:
         assert self.may_end.wait(60)
         self.scored += 1
         return torch.zeros(len(ids))
@@ -185,6 +188,7 @@ def test_what_a_reward_model_does_not_read_is_refused(reward_folder: str, cli: C
 
 
 def test_bad_requests_for_scores_are_refused(url: str, reward_folder: str) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
     for body, rule in (
         ({"messages": [user("x")]}, "must end with a turn of the assistant, got user"),
         ({"prompt": ["a", "b"], "completion": ["c"]}, "got 0 messages, 2 prompts and 1 completions"),
@@ -195,6 +199,10 @@ def test_bad_requests_for_scores_are_refused(url: str, reward_folder: str) -> No
         ({}, "as many prompts as completions"),
         ({"prompt": "x" * 300, "completion": "y"}, "must have at most 256 tokens"),
         ({"prompt": "\ud800", "completion": "y"}, "Unicode"),
+        (
+            {"messages": [user([image]), assistant("y")]},
+            r"^messages\.0\.content\.0 must be text, as no images are read here",
+        ),
         ({"messages": [{"role": "king"}]}, "'role' and 'content'|a role must be one of"),
     ):
         answer = post(f"{url}/score", {"model": reward_folder, **body})
@@ -269,6 +277,6 @@ def test_a_forward_whose_scores_nobody_wants_ends(reward_folder: str) -> None:
         return len(asked) < 2
 
     with pytest.raises(NotWanted):
-        scorer.scores([[1, 2, 3]], is_wanted)
+        scorer.scores([ScoredRow([1, 2, 3])], is_wanted)
     assert len(asked) == 2  # one before each layer
-    assert scorer.scores([[1, 2, 3]]).shape == (1,)
+    assert scorer.scores([ScoredRow([1, 2, 3])]).shape == (1,)

@@ -104,6 +104,7 @@ def test_pass_and_average_are_of_each_source_with_its_group_size() -> None:
         ({"sources": []}, "must name prompts"),
         ({"components": []}, "must have a reward"),
         ({"components": [{"model": "scorer"}]}, "serve it"),
+        ({"components": [{"judge": {"path": "m"}}]}, "got the model ['m']: serve it, and give its URL"),
         ({"sampling": {"temperature": 0.0}}, "temperature must be above 0"),
     ],
 )

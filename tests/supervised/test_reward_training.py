@@ -91,6 +91,7 @@ def reward_of(component: RewardComponentConfig, engine: ModelEngine, tokenizer: 
         resolve=str,
         load_tokenizer=load_tokenizer,
         build_engine=lambda name, path: engine,
+        build_judge=None,
     )
 
 

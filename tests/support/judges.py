@@ -37,8 +37,9 @@ class Asked:
 
     @property
     def marked(self) -> dict[str, str]:
-        """The texts between the marks, by name."""
-        return dict(re.findall(rf"<(\w+) {self.tag}>\n(.*?)\n</\1 {self.tag}>", self.text, re.DOTALL))
+        """The texts between the marks, by name, with control tokens as their authors wrote them."""
+        text = self.text.replace("\u200b", "")
+        return dict(re.findall(rf"<(\w+) {self.tag}>\n(.*?)\n</\1 {self.tag}>", text, re.DOTALL))
 
     @property
     def answers(self) -> list[str]:

@@ -21,12 +21,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation.batching.images import PromptImages
 from hybrid_rlhf.models.families import has_mixers
 from hybrid_rlhf.models.families.vision import VISION_FAMILIES
 from hybrid_rlhf.models.policy import Policy
+from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.processors import ImageProcessor
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.models.structure import backbone_of
 from hybrid_rlhf.models.vision import EncodedImages, ImageEncoder, Images, RowImage
 from tests.support.tiny import byte_tokenizer
 
@@ -315,6 +318,22 @@ def save_vision(folder: Path, family: str, lm: PreTrainedModel | None = None) ->
 def vision_folder(family: str) -> Path:
     """The folder of `save_vision`, one per process; do not change it."""
     return save_vision(Path(tempfile.mkdtemp(prefix=family)), family)
+
+
+@functools.cache
+def vision_scorer(family: str) -> tuple[PreTrainedModel, Path]:
+    """A reward model with that tower and its folder, one per process; do not change them."""
+    lm, _ = load_model(str(vision_folder(family)), "scorer", config=ModelConfig(), dtype=torch.float32)
+    torch.nn.init.normal_(lm.score.weight, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type,union-attr]
+    return lm, save_vision(Path(tempfile.mkdtemp(prefix=family)), family, lm)
+
+
+def score_of(family: str, content: Sequence[str | Image.Image], answer: str) -> float:
+    """The score of a conversation by the modules of that reward model."""
+    lm, _ = vision_scorer(family)
+    arguments = model_arguments(family, chat_ids(family, content, answer), pictures_of(content))
+    with torch.no_grad():
+        return float(lm.score(backbone_of(lm)(**arguments).last_hidden_state[0, -1]))  # type: ignore[operator]
 
 
 @functools.cache

@@ -5,6 +5,7 @@ They are skipped, with the reason, where its environment is not built.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,18 +16,24 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from hybrid_rlhf.configs.rl import MOST_SERVED_TOKENS, TeacherConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig, VLLMConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.vllm.process import ServerProcess, private_folder, server_command, server_environment
 from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.backends.vllm import VLLMServer
+from hybrid_rlhf.models.policy import Policy, TopTokens
+from hybrid_rlhf.rl.rollouts.served_teacher import ServedTeacher
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, differences, train_step
+from tests.support.errors import user_error
 from tests.support.marks import other_environment
 from tests.support.ranks import free_ports, run_main
+from tests.support.rl import rollout_of, rollout_of_rows
 from tests.support.steps import MODULES, step_line
 from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
@@ -44,10 +51,9 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("wide"), tiny_model(hidden_size=128))
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server on a port, as a user starts it, of other weights, whose head is not tied (docs/vllm.md)."""
-    folder = save_tiny(tmp_path_factory.mktemp("other"), tiny_model(1, hidden_size=128, tie_word_embeddings=False))
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server on a port, as a user starts it."""
     rollout = RolloutConfig(vllm=VLLMConfig(python=PYTHON, arguments=ARGUMENTS), kv_cache_gib=0.5)
     (port,) = free_ports(1)
     command = server_command(
@@ -67,6 +73,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     process.wait_ready(server)
     yield server.url
     process.stop()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of other weights, whose head is not tied (docs/vllm.md)."""
+    folder = save_tiny(tmp_path_factory.mktemp("other"), tiny_model(1, hidden_size=128, tie_word_embeddings=False))
+    with served(folder) as address:
+        yield address
 
 
 def test_greedy_tokens_are_ours_before_and_after_updates(
@@ -121,6 +135,32 @@ def test_grpo_runs_with_a_server_by_url(wide_model: Path, url: str, pair_rows: P
     run_main(MODULES["ppo"], 1, line)
     last = read_metrics(tmp_path / "run")[-1]
     assert last["step"] == 4 and last["rollout/stale_updates"] > 0
+
+
+def test_a_teacher_behind_it_is_the_one_of_the_run(wide_model: Path) -> None:
+    """Catches what the imitation of other tests does not have: vLLM's routes and the form of its answers, its limit of
+    likely tokens, and that the log-probs of prompts are those of the model at temperature 1."""
+    tokenizer = tiny_tokenizer()
+    real = torch.arange(60) < torch.tensor([60, 2, 31])[:, None]
+    mask = real & (torch.arange(60) >= torch.tensor([20, 1, 5])[:, None])
+    ids = torch.randint(3, len(tokenizer), real.shape, generator=torch.Generator().manual_seed(1)) * real
+    own = Policy(AutoModelForCausalLM.from_pretrained(wide_model, dtype=torch.float32))
+    with served(wide_model) as address:
+        for k, loss in ((0, "sampled"), (MOST_SERVED_TOKENS, "reverse")):
+            teacher = ServedTeacher(TeacherConfig(url=f"{address}/v1", loss=loss, top_k=k), k=k)
+            teacher.require_same(tokenizer, longest=255)
+            found = teacher(rollout_of(real, mask, input_ids=ids))
+            with torch.no_grad():
+                expected = own(ids, real, mask, 1.0, **({"top": TopTokens(k, len(tokenizer))} if k else {}))[0]
+            expected = expected.view(found.shape)
+            (logprobs, tokens), (own_logprobs, own_tokens) = (
+                of[mask].split([1 + k, k], dim=-1) for of in (found, expected)
+            )
+            torch.testing.assert_close(logprobs, own_logprobs, atol=1e-3, rtol=0)
+            assert (tokens != own_tokens).sum() <= 0.01 * tokens.numel(), "the same tokens, but for ties"
+            assert not found[~mask].any()
+        with user_error(f"{address}/v1 must accept what /v1/completions is asked, .* HTTP 400 .*max_tokens must be"):
+            teacher(rollout_of_rows([[5] * 256]))  # why require_same asks for room
 
 
 def own_servers() -> list[psutil.Process]:

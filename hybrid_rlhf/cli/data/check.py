@@ -160,7 +160,7 @@ def _summary(report: CheckReport) -> list[str]:
     )
     if report.unrendered:
         names = ", ".join(f"{name} ({count:,})" for name, count in report.unrendered.most_common())
-        lines.append(f"does not reach the model as it is written: {names}")
+        lines.append(f"not rendered by the chat template, or not as it is written: {names}")
     return lines
 
 

@@ -44,7 +44,7 @@ def read_options(given: str, table: System) -> Options:
     path = Path(given).expanduser()
     if not os.path.isfile(path):  # a whole command is longer than a name may be
         if not re.search(r"\s", given):
-            raise UserError(f"a file or a command must be given, got {given}, which does not exist: check the path")
+            raise UserError(f"a file or a command must be given, got {given}, which is no file: check the path")
         return _of_shell(given)
     text = read_text(path, "port must be given a file or a command")
     if path.suffix in (".yaml", ".yml"):

@@ -23,6 +23,7 @@ from hybrid_rlhf.configs.parsing.schema import with_prefix
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.runtime.command_line import parse_config, save_config, user_errors
 from hybrid_rlhf.runtime.files.reading import user_path
 
@@ -93,7 +94,8 @@ def load_user_code(config: RLConfig) -> None:
     """Load the reward functions, the verifiers and the environment.
 
     Raises:
-        UserError: if one cannot be loaded, has a wrong signature, or needs a column that local data lacks.
+        UserError: if one cannot be loaded or has a wrong signature, or if it or a judge needs a column that local data
+            lacks.
     """
     environment = config.environment
     if environment is not None and environment.path is not None:
@@ -104,20 +106,27 @@ def load_user_code(config: RLConfig) -> None:
         from hybrid_rlhf.rl.environments.programs import read_program
 
         read_program(environment)
-    checked = [component for component in config.reward.named if component.function or component.verifier]
-    if checked:
+    if checked := _checked_components(config):
         import torch
 
         from hybrid_rlhf.data.rows.sources import peek
+        from hybrid_rlhf.rl.rewards.components import require_columns
         from hybrid_rlhf.rl.rewards.functions import FunctionReward
         from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
 
         is_local = all(peek(source) is not None for source in config.data.sources)
         for component in checked:
             kind = FunctionReward if component.function else VerifierReward
-            loaded = kind(component, device=torch.device("cpu"))
+            # a judge would ask its server
+            reads = component.judge or kind(component, device=torch.device("cpu"))
             if is_local:
-                loaded.require_columns(_prompt_columns(config.data.sources))
+                require_columns(component.label, reads.columns, _prompt_columns(config.data.sources))
+
+
+def _checked_components(config: RLConfig) -> list[RewardComponentConfig]:
+    """The components with code or columns."""
+    named = config.reward.named
+    return [part for part in named if part.function or part.verifier or (part.judge and part.judge.columns)]
 
 
 def _prompt_columns(sources: Sequence[str | DataSource]) -> Iterator[dict[str, Any]]:
@@ -165,7 +174,7 @@ def _most_turns(sources: Sequence[str | DataSource]) -> int:
 def _check_user_code(config: RLConfig, log: Path) -> None:
     environment = config.environment
     played = environment is not None and (environment.path or environment.program)
-    if not played and not any(component.function or component.verifier for component in config.reward.named):
+    if not played and not _checked_components(config):
         return
     log.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="hybrid_rlhf_") as folder:

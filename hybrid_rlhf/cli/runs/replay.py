@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -85,11 +84,8 @@ def _result(config: ReplayConfig, scratch: Path) -> dict[str, Any]:
     from hybrid_rlhf.rl.replay.recorded import RecordedStep
     from hybrid_rlhf.rl.replay.replaying import replayed_step
     from hybrid_rlhf.rl.replay.rescoring import rescore
-    from hybrid_rlhf.runtime.product_backend import VARIABLE, recorded_backend
 
     recorded = RecordedStep.read(Path(config.path), config.step)
-    if (backend := recorded_backend(recorded.folder)) is not None:
-        os.environ.setdefault(VARIABLE, backend)
     run = scratch / "run"
     if config.rescore is not None:
         return dataclasses.asdict(rescore(recorded, config.index[0], config.rescore.completion, run))

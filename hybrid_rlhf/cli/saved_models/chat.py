@@ -117,7 +117,7 @@ class JSONView:
 def main(config: ChatConfig) -> None:
     """Load the model and chat."""
     logger.info(LOADING_LIBRARIES)
-    from hybrid_rlhf.cli.saved_models.loading import find_model, image_content, load_engine, load_scorer
+    from hybrid_rlhf.cli.saved_models.loading import find_model, load_engine, load_scorer, with_image_files
     from hybrid_rlhf.data.chat.messages import Message
     from hybrid_rlhf.generation.batching.images import PromptImages
     from hybrid_rlhf.generation.chat import ChatSession
@@ -128,17 +128,7 @@ def main(config: ChatConfig) -> None:
         encoder = PromptEncoder(tokenizer, engine.image_reader, max_pixels=config.max_image_pixels)
 
         def encode(messages: list[Message]) -> tuple[list[int], PromptImages | None]:
-            def read(part: dict[str, str]) -> dict[str, Any]:
-                return {**part, "image": image_content(part["image"])} if "image" in part else part
-
-            return encoder.conversation(
-                [
-                    {**message, "content": [*map(read, message["content"])]}
-                    if isinstance(message["content"], list)
-                    else message
-                    for message in messages
-                ]
-            )
+            return encoder.conversation(with_image_files(messages))
 
         return ChatSession(engine, tokenizer, encode, system=config.system)
 
@@ -147,7 +137,7 @@ def main(config: ChatConfig) -> None:
         config.sampling,
         view=_view(),
         load=load,
-        load_scorer=lambda name: load_scorer(find_model(config, name)),
+        load_scorer=lambda name: load_scorer(find_model(config, name), max_image_pixels=config.max_image_pixels),
     )
     for name in config.image:
         session.attach(name)
@@ -305,6 +295,9 @@ class Session:
         self._view.show_replies({name: talk.again(sampling) for name, talk in self._conversations.items()})
 
     def _score(self, name: str) -> None:
+        from hybrid_rlhf.cli.saved_models.loading import with_image_files
+        from hybrid_rlhf.generation.image_loading import CONVERSATION, marked
+
         if name:
             self._scorer = self._load_scorer(name)
         if self._scorer is None:
@@ -312,10 +305,10 @@ class Session:
         for label, talk in self._conversations.items():
             if not talk.messages:
                 raise UserError("/score needs a reply, got none: say something first")
-            *prompt, reply = talk.transcript()
-            if any(isinstance(message["content"], list) for message in prompt):
-                raise UserError("/score reads text, the conversation has images: write /clear first")
-            (scores,) = self._scorer.score([(prompt, reply["content"], None)])
+            *prompt, reply = with_image_files(talk.transcript())
+            read, sources = marked(prompt)
+            images = self._scorer.read_images(CONVERSATION, sources)
+            (scores,) = self._scorer.score([(read, reply["content"], None, images)])
             names = self._scorer.heads or ("score",)
             self._view.show(f"{label}: " + "  ".join(f"{n} {v:+.3f}" for n, v in zip(names, scores, strict=True)))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,8 +14,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig, SavedModelConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
+from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.images.expansion import ImageRules
-from hybrid_rlhf.data.images.reading import require_size
+from hybrid_rlhf.data.images.reading import checked_size, require_size
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.image_loading import image_rules
 from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
@@ -83,14 +85,28 @@ def image_content(name: str) -> bytes:
     """The bytes of an image that a command names, read once.
 
     Raises:
-        UserError: if there is no such file, or it is too long.
+        UserError: if there is no such file, or it is no image.
     """
     file = regular_file(name, "an image must be a file")
     try:
         require_size(file.stat().st_size, name)
-        return file.read_bytes()
+        content = file.read_bytes()
     except OSError as error:
         raise UserError(f"an image must be a file, {name} cannot be read ({error.strerror}): check the path") from error
+    checked_size(content, name)
+    return content
+
+
+def with_image_files(messages: Sequence[Message]) -> list[Message]:
+    """Messages with the bytes of images in the place of the names of their files."""
+
+    def read(part: dict[str, Any]) -> dict[str, Any]:
+        return {**part, "image": image_content(part["image"])} if "image" in part else part
+
+    return [
+        {**message, "content": [*map(read, message["content"])]} if isinstance(message["content"], list) else message
+        for message in messages
+    ]
 
 
 def load_engine(
@@ -139,8 +155,8 @@ def load_lm(place: Place) -> PreTrainedModel:
     return lm.to(place.device).eval()  # type: ignore[arg-type]
 
 
-def load_scorer(place: Place) -> SavedScorer:
-    """The reward model of a place.
+def load_scorer(place: Place, *, max_image_pixels: int = 2**20) -> SavedScorer:
+    """The reward model of a place, which scales images down to `max_image_pixels`.
 
     Raises:
         UserError: if it has no score head.
@@ -153,4 +169,5 @@ def load_scorer(place: Place) -> SavedScorer:
         device=place.device,
         dtype=place.dtype,
         trust_remote_code=place.trust_remote_code,
+        max_image_pixels=max_image_pixels,
     )

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from hybrid_rlhf.configs.credentials import expanded_key
 from hybrid_rlhf.configs.inference import ServeConfig
@@ -26,6 +27,8 @@ def main(config: ServeConfig) -> None:
     from hybrid_rlhf.serving.scores import ScoreService
     from hybrid_rlhf.serving.server import LoadedModel, Served, serve
 
+    scorer = partial(load_scorer, max_image_pixels=config.max_image_pixels)
+
     def load() -> Served:
         place = find_model(config)
         beside = [f"adapters {', '.join(config.adapters)}"] if config.adapters else []
@@ -33,11 +36,11 @@ def main(config: ServeConfig) -> None:
         progress(", ".join([f"loading {place.name} in {str(place.dtype)[6:]} on {place.device}", *beside]))
         if place.scores:
             config.check_scores_alone()
-            alone = ScoreService(load_scorer(place), max_queue=config.max_queue, name=config.served_name)
+            alone = ScoreService(scorer(place), max_queue=config.max_queue, name=config.served_name)
             return Served(None, alone)
         engine = engine_at(place, kv_cache_gib=config.kv_cache_gib, adapters=config.adapters)
         judge = config.reward_model
-        scores = ScoreService(load_scorer(find_model(config, judge)), max_queue=config.max_queue) if judge else None
+        scores = ScoreService(scorer(find_model(config, judge)), max_queue=config.max_queue) if judge else None
         on_host = replace(place, device=torch.device("cpu"))
         return Served(LoadedModel(engine, place.tokenizer, place.device, lambda: load_lm(on_host)), scores)
 

@@ -45,7 +45,9 @@ class ReplayConfig(Settings):
         require(
             self.path, "a run must be named, got none: give its folder, for example hybrid-rlhf replay output/step3_ppo"
         )
-        require(self.step >= 1, f"step must be a step of samples.jsonl, got {self.step}: give --step")
+        require(
+            self.step >= 1, f"step must be one of samples.jsonl, got {self.step or 'none'}: give for example --step 1"
+        )
         for name in ("branch", "rescore"):
             require(
                 getattr(self, name) is None or len(self.index) == 1,

@@ -17,7 +17,7 @@ from typing import Any
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.other_systems import advice, is_option, value_advice
 from hybrid_rlhf.configs.sections.hints import options_of, section_type, type_hints
-from hybrid_rlhf.configs.sections.rules import Marks, default_of, marks_of, nearest, nearest_hint
+from hybrid_rlhf.configs.sections.rules import Marks, default_of, marks_of, nearest, nearest_hint, space_hint
 
 
 @dataclass(frozen=True)
@@ -229,10 +229,8 @@ def _inner_section(key: Key, marks: Marks, given: Sequence[tuple[Layer, Any]]) -
             is_on = True
             layers.append(replace(layer, content=content))
         else:
-            raise UserError(
-                f"{layer.place}{key.name} must be a mapping of keys, got {value}: write its keys under it, or leave it "
-                "out"
-            )
+            fix = f"set {key.name}.{next(iter(type_hints(kind)))} or another of its keys, or leave it out"
+            raise UserError(f"{layer.place}{key.name} must be a mapping of keys, got {value}: {fix}")
     section = Section(key.name, kind, key.advanced, is_on, variants=marks.variants or {})
     _fill(section, layers, key.default or {}, marks.keys)
     return section
@@ -331,6 +329,8 @@ def _hint(wrong: str, known: Sequence[str]) -> str:
     section, _, leaf = wrong.rpartition(".")
     if wrong in known:  # in a file
         return f"write {leaf} within {section}"
+    if unspaced := space_hint(wrong, known):
+        return unspaced
     if "base_model" in known and wrong in ("model", "model.path"):
         return "give base_model, from which the steps start"
     if (not section or is_option(wrong)) and (answer := advice(wrong, known)):

@@ -15,10 +15,21 @@ from hybrid_rlhf.configs.sections.rules import (
     require_defaults,
 )
 
+TOOL_CLASSES = {
+    "calculator": "calculator:Calculator",
+    "python": "python_tool:PythonTool",
+    "shell": "shell:Shell",
+    "mcp": "mcp_tools:MCPTools",
+}
+"""Classes of hybrid_rlhf/rl/environments by short name."""
+
 
 class EnvironmentConfig(Settings):
     """Environment of multi-turn rollouts (docs/environments.md)."""
 
+    tools: Literal["calculator", "python", "shell", "mcp"] | None = None
+    """Short name of an included class, in place of path: a calculator, Python in a sandbox, a shell that stays, tools
+    of MCP servers (docs/agents.md); options are those of the class."""
     path: str | None = None
     """Class with reset and step, as module:Class or path/to/file.py:Class."""
     program: str | None = None
@@ -26,13 +37,16 @@ class EnvironmentConfig(Settings):
     instead of a class. Without either, external programs use rollout.endpoint."""
     options: dict[str, Any] = {}
     """Keyword arguments of the class or program; external programs receive them with each episode."""
+    shows_images: bool = advanced(False)
+    """Programs may send images that the prompts do not have; a class has an attribute of this name."""
     max_turns: Count = 8
     """Maximum number of actor turns per episode, or of requests from a program; rollout.sampling.max_new_tokens limits
     the tokens after the prompt."""
     max_turn_tokens: Count | None = None
     """Longest turn of the actor, in tokens; null: the rest of rollout.sampling.max_new_tokens."""
     max_observation_tokens: Count = 256
-    """Longest observation, in tokens without those of its images; longer ones are truncated."""
+    """Longest observation, in tokens without those of its images; a longer one has [truncated] in place of its
+    middle."""
     timeout_seconds: Positive = 60.0
     """Time limit of a call of reset or step, or of a program, in seconds."""
     threads: Count = advanced(32)
@@ -45,6 +59,13 @@ class EnvironmentConfig(Settings):
     left out; zero: the episode ends, and its last turn has reward 0 (an episode without a turn is left out)."""
 
     def _check(self) -> None:
+        if self.tools is not None:
+            path = f"hybrid_rlhf.rl.environments.{TOOL_CLASSES[self.tools]}"
+            require(
+                self.path in (None, path),
+                f"environment.tools names the class {path}, got environment.path {self.path} too: leave one out",
+            )
+            object.__setattr__(self, "path", path)  # the saved config has both
         require(
             self.program is None or not self.path,
             f"an environment is a class or a program, got environment.path {self.path} and environment.program "
@@ -58,6 +79,9 @@ class EnvironmentConfig(Settings):
         if self.path is None:
             unread = ("max_observation_tokens", "retries")
             require_defaults(self, unread, "without environment.path this key is not read", prefix="environment.")
+        else:
+            own = "environment.path: the class has an attribute of this name"
+            require_defaults(self, ("shows_images",), own, prefix="environment.")
         require(
             is_plain(self.options) and (self.path is None or all(map(str.isidentifier, self.options))),
             f"environment.options are names with texts, numbers, lists and mappings, got {self.options}: quote the "

@@ -28,11 +28,11 @@ class GeneratedEvaluationConfig(Settings):
         require(self.sources, f"{key}.sources must name prompts, got none: give a file with the column prompt")
         require(self.components, f"{key}.components must have a reward, got none: give for example {{verifier: math}}")
         require_distinct_names(self.components)
-        models = [component.model for component in self.components if component.model]
+        models = [path for component in self.components if (path := component.model or component.judge_path)]
         require(
             not models,
             f"{key}.components are functions, urls, verifiers and judges, got the model {models[:1]}: serve it, and "
-            "give its URL in urls",
+            "give its URL",
         )
         require_sampled(self.sampling, _SAMPLING_KEYS, section=f"{key}.sampling")
 

@@ -1,4 +1,4 @@
-"""Settings of a judge: a language model behind OpenAI's API that scores or compares completions."""
+"""Settings of a judge: a language model, behind OpenAI's API or in the run, that scores or compares completions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from hybrid_rlhf.configs.credentials import check_url
 from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, Share, require, require_defaults
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 JudgeMode = Literal["score", "rank_group", "pairwise"]
 _OWN_FIELDS = ("model", "messages", "response_format", "tools", "n", "stream")
@@ -16,19 +17,26 @@ _UNREAD: dict[JudgeMode, tuple[str, ...]] = {
     "pairwise": ("range",),
 }
 """Keys that have no effect in a mode."""
+_OF_SERVERS = ("served_name", "api_key_env", "max_concurrent", "timeout_seconds", "retries")
+"""Keys that have no effect on a model in the run."""
+_READ_IN_RUN = ("temperature", "max_tokens", "chat_template_kwargs")
+"""Fields of a request that a model in the run reads."""
+_MOST_TOKENS = 1024
 
 
 class JudgeConfig(Settings):
-    """A language model behind OpenAI's API that judges completions by a rubric (docs/rewards.md)."""
+    """A language model that judges completions by a rubric, behind OpenAI's API or in the run (docs/rewards.md)."""
 
     retired = {
-        "path": "serve it with `hybrid-rlhf serve PATH`, and give its url, such as http://127.0.0.1:8000/v1",
         "instructions": "give rubric",
         "model": "a reward model is a component of its own, {model: FOLDER}; served_name is the name of a served model",
     }
     url: str | tuple[str, ...] = ()
     """Base URL of an endpoint, such as http://127.0.0.1:8001/v1; several are replicas that share the load. ${NAME} is
     replaced by an environment variable."""
+    path: str | None = None
+    """In place of url: a model that each rank that samples loads and asks in the run, greedily; a folder, a .gguf file
+    or a hub name."""
     served_name: str | None = None
     """Name of the model behind the URL; null: the first that it lists."""
     api_key_env: str | None = None
@@ -51,8 +59,9 @@ class JudgeConfig(Settings):
     half of the cost."""
     explain: bool = False
     """The judge explains before it decides, which is slower; a model that reasons does so anyway."""
-    request: dict[str, Any] = {"temperature": 0, "max_tokens": 1024}
-    """Further fields of a request, such as {reasoning_effort: low}."""
+    request: dict[str, Any] = {"temperature": 0, "max_tokens": _MOST_TOKENS}
+    """Further fields of a request, such as {reasoning_effort: low}; with path temperature 0, max_tokens and
+    chat_template_kwargs."""
     max_concurrent: Count = 16
     """Requests of a rank at a time to a URL."""
     timeout_seconds: Positive = 120.0
@@ -74,6 +83,36 @@ class JudgeConfig(Settings):
         require(self.range[0] < self.range[1], f"range must rise, got {list(self.range)}: give for example [1, 10]")
         given = [name for name in _OWN_FIELDS if name in self.request]
         require(not given, f"request may not have {', '.join(_OWN_FIELDS)}, got {' and '.join(given)}: leave it out")
+        if self.path is not None:
+            self._check_in_run(self.path)
+
+    def _check_in_run(self, path: str) -> None:
+        require(not self.url, f"a judge has one of url and path, got {path} and a URL: leave one out")
+        require_defaults(self, _OF_SERVERS, "a judge with path has no server")
+        unread = [name for name in self.request if name not in _READ_IN_RUN]
+        require(
+            not unread,
+            f"request of a judge with path may have {', '.join(_READ_IN_RUN)}, got {' and '.join(unread)}: leave it "
+            "out",
+        )
+        temperature = self.request.get("temperature", 0)
+        require(temperature == 0, f"a judge with path is asked greedily, got request.temperature {temperature}: give 0")
+        tokens = self.request.get("max_tokens", _MOST_TOKENS)
+        require(
+            type(tokens) is int and tokens > 0,
+            f"request.max_tokens of a judge must be 1 or more, got {tokens}: give for example {_MOST_TOKENS}",
+        )
+
+    @property
+    def in_run(self) -> SamplingParams:
+        """How a model in the run answers."""
+        tokens = self.request.get("max_tokens", _MOST_TOKENS)
+        return SamplingParams(max_new_tokens=tokens, temperature=0.0, seed=0)
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the data that it reads."""
+        return [column for column in (self.rubric_column, self.against_column) if column]
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ class RewardComponentConfig(Settings):
     sandbox: SandboxConfig = section()
     """Where and within which limits a verifier runs programs."""
     judge: JudgeConfig | None = None
-    """Language model behind OpenAI's API that scores or compares completions."""
+    """Language model, behind OpenAI's API or in the run, that scores or compares completions."""
     timeout_seconds: Positive = 60.0
     """Time limit of a function call or of an attempt of a request, in seconds."""
     retries: Natural | None = None
@@ -113,7 +113,10 @@ class RewardComponentConfig(Settings):
             require_defaults(self, ["timeout_seconds", "retries"], rule)
             require_output(self.sandbox, self.label)
         if self.judge is not None:
-            require(self.judge.url, "a judge needs the url of a model, got none: give for example http://HOST:8001/v1")
+            require(
+                self.judge.url or self.judge.path,
+                "a judge needs the url or the path of a model, got none: give for example http://HOST:8001/v1",
+            )
             require_defaults(self, ["timeout_seconds", "retries"], f"{self.label} has these keys inside judge")
         require(
             not self.partial or self.verifier == "code",
@@ -124,6 +127,11 @@ class RewardComponentConfig(Settings):
     def most_retries(self) -> int:
         """Number of attempts after the first. A failing function usually fails again, an endpoint usually recovers."""
         return self.retries if self.retries is not None else 3 if self.urls else 1
+
+    @property
+    def judge_path(self) -> str | None:
+        """Model of a judge in the run; None for any other component."""
+        return None if self.judge is None else self.judge.path
 
     @property
     def label(self) -> str:

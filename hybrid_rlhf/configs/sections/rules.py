@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import SequenceMatcher
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from annotated_types import Interval
 
@@ -168,7 +168,8 @@ def _explained(kind: Any, error: ValidationError) -> UserError:
         known = type_hints(inner)
         key = str(place[-1])
         retired = getattr(inner, "retired", {}).get(key)
-        rule = f"unknown key {key}: {retired or nearest_hint(key, known, otherwise=', '.join(known))}"
+        hint = retired or space_hint(key, known) or nearest_hint(key, known, otherwise=", ".join(known))
+        rule = f"unknown key {key}: {hint}"
     else:
         rule = _broken_rule(owner, name, first["input"], problem)
     is_item = any(isinstance(part, int) for part in place) and not rule.startswith(f"{place[0]} ")
@@ -183,7 +184,7 @@ def _depth(error: ErrorDetails) -> tuple[int, bool, bool]:
 def _broken_rule(owner: Any, name: str, value: Any, problem: str = "") -> str:
     """The error of a field's value, from pydantic's name of the problem."""
     hint = type_hints(owner)[name]
-    rule, fix = type_name(hint), _example(hint, default_of(owner.__dataclass_fields__[name]))
+    rule, fix = type_name(hint), _example(hint, default_of(owner.__dataclass_fields__[name]), value)
     if problem == "finite_number":
         rule, fix = "a finite number", "give one, or leave it out"
     if problem.startswith(("greater", "less")):
@@ -197,10 +198,11 @@ def _broken_rule(owner: Any, name: str, value: Any, problem: str = "") -> str:
     return f"{name} must be {rule}, got {value}: {fix}"
 
 
-def _example(hint: Any, default: Any) -> str:
-    """Advice on the type of a value."""
-    if any(typing.get_origin(option) is Literal for option in options_of(hint)):
-        return "give one of them"
+def _example(hint: Any, default: Any, value: Any) -> str:
+    """Advice on the type of a value that is not of it."""
+    names = [name for part in parts_of(hint) if typing.get_origin(part) is Literal for name in get_args(part)]
+    if names:
+        return nearest_hint(str(value), filter(None, map(str, names)), otherwise="give one of them")
     if isinstance(default, bool | int | float | str) and default != "":
         return f"give for example {str(default).lower() if isinstance(default, bool) else default}"
     examples = {bool: "true", int: "10", float: "1e-5", str: "a text"}
@@ -309,6 +311,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
     best = max(known, key=similarity, default=None)
     return best if best is not None and similarity(best) >= _SIMILAR else None
+
+
+def space_hint(key: str, known: Iterable[str]) -> str:
+    """The end of an error for {key:value}, which is one name in YAML; empty for any other."""
+    name, colon, _ = key.partition(":")
+    return f"write a space after {name}:" if colon and name in known else ""
 
 
 def nearest_hint(name: str, known: Iterable[str], *, otherwise: str) -> str:

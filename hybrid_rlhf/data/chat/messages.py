@@ -95,7 +95,7 @@ def read_message(location: str, message: Any, *, with_images: bool = False) -> M
     if read["role"] == "assistant" and "tool_calls" in read and not content.strip():
         return {key: value for key, value in read.items() if key != "content"}
     if "content" not in read:
-        raise UserError(f"{location}: a message must have 'role' and 'content', got {message!r}: fix the row")
+        raise UserError(f"{location}: a message must have a 'content' other than null, got {message!r}: fix the row")
     read["content"] = content
     if images:
         read[IMAGES_KEY] = images

@@ -58,6 +58,11 @@ def checked_size(content: bytes, name: str) -> tuple[int, int]:
     return _read(content, name, _upright_size)
 
 
+def media_type(content: bytes, name: str) -> str:
+    """The media type of an image, such as image/png; raises the same errors for its header."""
+    return _read(content, name, lambda image: image.get_format_mimetype() or "")
+
+
 def _read(content: bytes, name: str, read: Callable[[ImageFile.ImageFile], T]) -> T:
     """What a function reads of an image that may be opened."""
     require_pillow()
@@ -147,8 +152,11 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 
     image.load()
     ImageOps.exif_transpose(image, in_place=True)
-    if image.mode.startswith("I"):  # 16 bits, which `convert` would clip
+    if image.mode.startswith("I;16"):  # which `convert` would clip
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+        opaque = Image.new("RGB", image.size, "white")
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
+        opaque.paste(image, mask=image)
+        return opaque
     return image if image.mode == "RGB" else image.convert("RGB")

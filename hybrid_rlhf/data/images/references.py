@@ -59,8 +59,8 @@ class ImageReference:
     version: str = ""
     """Length and time of the file when it was read."""
 
-    def image(self) -> Image.Image:
-        """The image in RGB.
+    def file(self) -> bytes:
+        """The bytes of its file.
 
         Raises:
             UserError: if the file has changed.
@@ -72,7 +72,11 @@ class ImageReference:
             raise UserError(f"{_STAYS}, {self.path} cannot be read ({reason}): put it back") from error
         if image_digest(content, (self.width, self.height)) != self.digest:
             raise UserError(f"{_STAYS}, {self.path} has changed: start the run again")
-        whole = open_image(content, self.path or "that of a row")
+        return content
+
+    def image(self) -> Image.Image:
+        """The image in RGB; raises UserError as `file`."""
+        whole = open_image(self.file(), self.path or "that of a row")
         return scaled(whole, (min(self.width, whole.width), min(self.height, whole.height)))
 
 

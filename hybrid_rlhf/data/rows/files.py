@@ -194,6 +194,8 @@ def _jsonl_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            if number == 1 and line.strip() == "[":  # else each of its lines would be a problem
+                raise UserError(f"{path}:1: a line must be JSON, the file is one list: rename it to .json")
             try:
                 located_row = _parsed(line, f"{path}:{number}")
             except UserError as error:

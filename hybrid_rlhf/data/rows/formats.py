@@ -37,7 +37,7 @@ from hybrid_rlhf.data.chat.messages import (
 )
 from hybrid_rlhf.data.images.expansion import IMAGES_KEY, TEXT_ONLY
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.placing import IMAGE_COLUMNS, place_images
+from hybrid_rlhf.data.rows.placing import IMAGE_COLUMNS, awaiting_images, place_images
 from hybrid_rlhf.data.rows.published import (
     CONVERTED,
     LABELS,
@@ -545,7 +545,14 @@ def _messages(location: str, row: Row, column: str) -> list[Message]:
         found = "an empty list" if value == [] else type(value).__name__
         raise UserError(f"{location}: column {column!r} must be {wanted}, got {found}: fix the row")
     place = f"{location}: column {column!r}"
-    return with_ordered_results(place, [read_message(place, message, with_images=True) for message in value])
+    read = [read_message(place, message, with_images=True) for message in value]
+    ordered = with_ordered_results(place, read)
+    if awaiting_images(row, read) != awaiting_images(row, ordered):
+        raise UserError(
+            f"{place}: results of tools with images of the row's column must be in the order of their calls, got "
+            "another: sort them"
+        )
+    return ordered
 
 
 def _completed(location: str, row: Row, *answers: tuple[str, Any]) -> tuple[list[Message], list[list[Message]]]:

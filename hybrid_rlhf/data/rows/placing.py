@@ -63,6 +63,16 @@ def place_images(
     return tuple([next(following) if image is None else image for image in images] for images in placed)
 
 
+def awaiting_images(row: Row, messages: Sequence[Message]) -> list[Any]:
+    """The contents of messages in which images of a row's column stand, before they have marks."""
+    is_written = any(row.get(name) for name in IMAGE_COLUMNS)
+    return [
+        message.get("content")
+        for message in messages
+        if None in message.get(IMAGES_KEY, ()) or (is_written and WRITTEN in str(message.get("content")))
+    ]
+
+
 def with_written_images(messages: Sequence[Message]) -> list[Message]:
     """Messages that people and other programs read: `<image>` in the places of marks."""
     return [

@@ -25,6 +25,7 @@ import pyarrow
 from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.data import DataSource
+from hybrid_rlhf.configs.sections.rules import nearest
 from hybrid_rlhf.data.rows.arrow import arrow_rows, rows_at_a_time
 from hybrid_rlhf.data.rows.files import (
     TYPES_TEXT,
@@ -145,7 +146,7 @@ def _folder_files(source: DataSource, path: Path) -> list[Path]:
     files = sorted(file for file in path.iterdir() if file.is_file() and file_type(file) is not None)
     if not files:
         raise UserError(
-            f"a data folder must have {TYPES_TEXT} files or be written by save_to_disk, {source.path} is not: give a "
+            f"a data folder must have {TYPES_TEXT} files or be written by save_to_disk, {source.path} has none: give a "
             "file in it, or a pattern such as **/*.jsonl"
         )
     splits = {word[1] for file in files if (word := _SPLIT_WORD.search(file.name.lower())) is not None}
@@ -304,7 +305,8 @@ def found_columns(row: Row) -> str:
 
 
 def missing_columns_error(location: str, row: Row, wanted: Sequence[str]) -> UserError:
-    """The error for a row without the columns of any accepted format."""
-    return UserError(
-        f"{location}: a row must have {' or '.join(wanted)}, got columns {found_columns(row)}: rename or add columns"
-    )
+    """The error for a row without the columns of any accepted format; it names the one that a column resembles."""
+    names = {name for form in wanted for name in form.partition(" (")[0].split(" + ")}
+    near = ((column, nearest(column, names - row.keys())) for column in sorted(row.keys() - names))
+    fix = next((f"rename {column} to {name}" for column, name in near if name), "rename or add columns")
+    return UserError(f"{location}: a row must have {' or '.join(wanted)}, got columns {found_columns(row)}: {fix}")

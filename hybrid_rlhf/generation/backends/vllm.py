@@ -156,6 +156,10 @@ class VLLMServer:
         text = shortened(response.text, 300)
         if status >= 500 or status == HTTPStatus.TOO_MANY_REQUESTS:
             raise ServerLost(f"HTTP {status}: {text}")
+        if status == HTTPStatus.BAD_REQUEST:
+            raise UserError(
+                f"{self.shown} must accept what {path} is asked, it answered HTTP 400 ({text}): change its settings"
+            )
         raise UserError(
             f"{self.shown} must have vLLM's route {path}, it answered HTTP {status} ({text}): start vLLM with "
             f"VLLM_SERVER_DEV_MODE=1, and check {self.setting}"

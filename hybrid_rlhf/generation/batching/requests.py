@@ -257,7 +257,7 @@ class RequestMaker:
         if images and len(images) != len(prompts):
             raise UserError(f"images are one per prompt, got {len(images)} for {len(prompts)}: give None for some")
         read = [
-            given if isinstance(given, PromptImages) else self.prompt_images(prompt, given) if given else None
+            self.read_images(prompt, given)
             for prompt, given in zip(prompts, images or [None] * len(prompts), strict=True)
         ]
         for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True)):
@@ -317,6 +317,10 @@ class RequestMaker:
                 raise UserError(f"token ids must be in 0..{most}, {name} has {unknown}: remove it")
         if params.top_k > _MOST_TOP_K:
             raise UserError(f"top_k must be at most {_MOST_TOP_K}, got {params.top_k}: lower it")
+
+    def read_images(self, prompt: Sequence[int], given: GivenImages) -> PromptImages | None:
+        """Return the images of a prompt."""
+        return given if isinstance(given, PromptImages) else self.prompt_images(prompt, given) if given else None
 
     def check_images(self, index: int, prompt: Sequence[int], images: PromptImages | None) -> None:
         """Raise UserError unless each placeholder in a prompt is a token of its images."""

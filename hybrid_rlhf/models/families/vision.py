@@ -55,6 +55,9 @@ _REASONS = {kind: reason for reason, kinds in _REFUSED.items() for kind in kinds
 def images_refused(config: PreTrainedConfig) -> str | None:
     """Why a model cannot read images, in one line; None if it can."""
     kind = config.model_type
+    # a processor of its own writes breaks between rows of an image
+    if getattr(getattr(config, "vision_config", None), "model_type", "") == "pixtral":
+        kind = f"{kind} with a tower of Pixtral"
     if kind in VISION_FAMILIES:
         return None
     reason = _REASONS.get(kind.replace("-", "_"), "not tested")

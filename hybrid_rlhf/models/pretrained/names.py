@@ -13,6 +13,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE
 from hybrid_rlhf.runtime.files.reading import regular_file, user_path
 
 EMBEDDED_MODEL = "embedded"
@@ -50,8 +51,8 @@ def named_models(config: Any) -> Iterator[tuple[str, str]]:
     if teacher := getattr(getattr(config, "distill", None), "teacher", None):
         yield "distill.teacher", teacher
     for component in config.reward.named if hasattr(config, "reward") else ():
-        if component.model is not None:
-            yield "reward.components", component.model
+        if path := component.model or component.judge_path:
+            yield "reward.components", path
 
 
 def _require_config(folder: Path, shown: str) -> None:
@@ -69,4 +70,6 @@ def _require_config(folder: Path, shown: str) -> None:
                 f"a model folder must have whole weights, {shown} has an adapter of peft: merge it into its base with "
                 f"hybrid-rlhf export BASE --adapter {shown} --output FOLDER, and give that"
             )
+        if (folder / LOCK_FILE).exists() and inner is None:  # a run saves its model at its end
+            fix = "a run that is finished, or finish this one"
         raise UserError(f"a model folder must have a config.json, {shown} has none: give {fix}")

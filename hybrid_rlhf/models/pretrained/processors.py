@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
+_KNOWN_SIZES = 2**17
+"""Most sizes of images whose text is kept: 15 kB for a megapixel, 0.2 kB compressed."""
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
 """What a processor returns for the text."""
 
@@ -67,7 +70,7 @@ class ImageProcessor:
     def __init__(self, processor: Any, config: PreTrainedConfig) -> None:
         """Take a processor of transformers without a part for videos, and the whole config of its model."""
         self._processor = processor
-        self._expansions: dict[tuple[int, int], str] = {}
+        self._expansions: dict[tuple[int, int], bytes] = {}
         self.placeholder: str = processor.image_token
         """What a chat template writes for one image."""
         self.image_token_id = image_token_id(config)
@@ -106,12 +109,16 @@ class ImageProcessor:
     def expansion_text(self, width: int, height: int) -> str:
         """The text that takes the placeholder's place for an image of a size, on whose content it does not depend."""
         size = width, height
-        if size not in self._expansions:
+        packed = self._expansions.get(size)
+        if packed is None:
             from PIL import Image
 
             read = self._read([Image.new("RGB", size)])
-            self._expansions[size] = read["text_replacement_offsets"][0][0]["replacement"]
-        return self._expansions[size]
+            packed = zlib.compress(read["text_replacement_offsets"][0][0]["replacement"].encode())
+            if len(self._expansions) >= _KNOWN_SIZES:  # clients of a server choose sizes
+                self._expansions.clear()
+            self._expansions[size] = packed
+        return zlib.decompress(packed).decode()
 
     def expansion(self, width: int, height: int) -> list[int]:
         """Token ids of that text."""

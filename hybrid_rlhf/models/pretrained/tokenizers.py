@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.pretrained.folders import load_config, reading
@@ -62,12 +64,25 @@ def load_tokenizer(
     if not isinstance(tokenizer.chat_template, str | dict | None):
         raise UserError(f"a chat template must be text, that of {path} is {tokenizer.chat_template!r}: correct it")
     if chat_template is not None:
-        tokenizer.chat_template = read_text(chat_template, "chat_template must name a Jinja file")
+        tokenizer.chat_template = _read_template(chat_template)
     if chat_template_kwargs:
         _set_defaults(tokenizer, path, chat_template_kwargs)
     if config is not None:
         _check_size(tokenizer, path, config.get_text_config())
     return tokenizer  # type: ignore[no-any-return]
+
+
+def _read_template(file: str) -> str:
+    """The template in a file, which compiles."""
+    rule = "chat_template must name a file with a Jinja template"
+    template = read_text(file, rule)
+    if not template.strip():
+        raise UserError(f"{rule}, {file} is empty: write one, or leave the key out")
+    try:
+        render_jinja_template(conversations=[], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise UserError(f"{rule}, {file}:{error.lineno} has an error ({error.message}): fix the line") from error
+    return template
 
 
 def _set_defaults(tokenizer: Any, path: str, values: Mapping[str, Any]) -> None:

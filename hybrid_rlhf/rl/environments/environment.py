@@ -41,7 +41,8 @@ class Environment(Protocol):
 
     The class may have `stop_strings`, a list of texts that end a turn of the actor, such as the end of a tool call;
     `shows_images`, true if it shows images to a vision-language model; `tools`, JSON schemas of functions that the
-    prompt of `reset` shows; and `close`, called when the episode ends.
+    prompt of `reset` shows; `truncated`, called without arguments if the limits of an episode end it, which returns a
+    reward that is added to that of the last turn; and `close`, called when the episode ends.
     """
 
     def reset(self, row: Mapping[str, Any]) -> Opening | Awaitable[Opening]:

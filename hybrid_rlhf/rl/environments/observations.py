@@ -11,6 +11,7 @@ import contextlib
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.chat.template import ChatTemplate, render
 from hybrid_rlhf.data.images.expansion import IMAGE_MARK, RowImages
@@ -18,6 +19,10 @@ from hybrid_rlhf.data.images.expansion import IMAGE_MARK, RowImages
 _ROLES = ("tool", "user")
 PLACEHOLDER = "q7turnq7"
 """Stands for a turn of the actor in a rendered conversation."""
+TRUNCATED = "\n[truncated]\n"
+"""Stands for the middle of an observation that is too long."""
+_PART = "\ufffd"
+"""Stands for bytes of a character that a cut divides."""
 _PROBE = "q7toldq7"
 
 
@@ -28,10 +33,16 @@ class ObservationEncoder:
         """Choose the first role that the template renders.
 
         Raises:
-            UserError: when the template renders no role for observations.
+            UserError: when the template renders no role for observations, or the limit has no room for `TRUNCATED`.
         """
         self._tokenizer = tokenizer
         self._max_tokens = max_observation_tokens
+        self._max_cut_tokens = max_observation_tokens - len(self._ids(TRUNCATED))
+        require(
+            self._max_cut_tokens >= 0,
+            f"environment.max_observation_tokens must have room for {TRUNCATED.strip()} in a longer observation, "
+            f"got {max_observation_tokens}: give {max_observation_tokens - self._max_cut_tokens} or more",
+        )
         role = self._first_role(_PROBE)
         if role is None:
             raise UserError(
@@ -41,30 +52,46 @@ class ObservationEncoder:
         self._role = role
         self._image_role = self._first_role(IMAGE_MARK + _PROBE) or role
 
+    def fitting(self, observation: str) -> str:
+        """The text of an observation with max_observation_tokens, of which images have none: `TRUNCATED` is in place of
+        the middle of a longer one, because tools say at the end why they failed. Marks of images stay."""
+        parts = observation.split(IMAGE_MARK)
+        ids = list(map(self._ids, parts))
+        total = sum(map(len, ids))
+        if total <= self._max_tokens:
+            return observation
+        end, rest = -(-self._max_cut_tokens // 2), total - self._max_cut_tokens // 2
+        begin = 0
+        for place, own in enumerate(ids):
+            kept = own[: max(0, end - begin)], own[max(0, rest - begin) :]
+            first, last = (str(self._tokenizer.decode(of)).strip(_PART) for of in kept)
+            if begin <= end < begin + len(own):
+                parts[place] = first + TRUNCATED + last
+            elif end < begin:
+                parts[place] = last
+            begin += len(own)
+        return IMAGE_MARK.join(parts)
+
     def observation_ids(self, observation: str, *, end_token: int | None, images: RowImages | None = None) -> list[int]:
         """Tokens of an observation.
 
         Args:
-            observation: the text, with marks of images; cut to max_observation_tokens, of which images have none.
+            observation: the text, with marks of images, as `fitting` returns it.
             end_token: stop token that ended the actor's turn; None if the turn was truncated.
             images: those of the marks; None for a model that reads none.
 
         Raises:
             UserError: if the template rejects the observation, or the text has a token that stands for an image.
         """
-        left = self._max_tokens
-        parts = observation.split(IMAGE_MARK)
-        for place, part in enumerate(parts):
-            ids = self._tokenizer(part, add_special_tokens=False)["input_ids"]
-            if len(ids) > left:
-                parts[place] = str(self._tokenizer.decode(ids[:left]))
-            left -= min(left, len(ids))
-        rest = self._after_turn(self._image_role if len(parts) > 1 else self._role, IMAGE_MARK.join(parts))
+        rest = self._after_turn(self._image_role if IMAGE_MARK in observation else self._role, observation)
         if images is None:
             return ids_after_turn(rest, self._tokenizer, end_token=end_token)
         ids = ids_after_turn(images.expanded([rest])[0], self._tokenizer, end_token=end_token)
         images.require_no_others(ids, len(images.references), self._tokenizer)
         return ids
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _first_role(self, content: str) -> str | None:
         """The first role whose turn the template renders with a content."""

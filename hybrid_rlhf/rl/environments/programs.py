@@ -8,8 +8,10 @@ reports its reward over HTTP (serving/episodes.py).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
+import json
 import secrets
 import sys
 import time
@@ -26,11 +28,14 @@ from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import EndpointConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.images.expansion import IMAGE_MARK
 from hybrid_rlhf.generation.open_batch import RequestBatch
 from hybrid_rlhf.loop.user_code import import_named
 from hybrid_rlhf.rl.environments.calls import CallFailure
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, Turns, environment_row, is_finite_number
 from hybrid_rlhf.rl.environments.recording import EpisodeService
+from hybrid_rlhf.rl.images import ImageCatalogue, data_uri, digests_of, with_parts
 from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.logs import logger, shortened
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -59,6 +64,7 @@ class ProgramRunner(EpisodeRunner):
         tokenizer: PreTrainedTokenizerBase,
         world: World,
         samples: bool = True,
+        images: ImageCatalogue,
     ) -> None:
         """Read the API key and reserve the address. Every rank calls.
 
@@ -69,12 +75,19 @@ class ProgramRunner(EpisodeRunner):
             tokenizer: tokenizer of the actor.
             world: all ranks.
             samples: true if this rank samples, and therefore has an address.
+            images: reads the images of requests.
 
         Raises:
-            UserError: on every rank, when any rank has no port or cannot bind its address, or the environment variable
-                of the API key is not set.
+            UserError: on every rank, when any rank has no port or cannot bind its address, the environment variable of
+                the API key is not set, or programs show images that the actor does not read.
         """
         super().__init__(config, rollout, world.device)
+        self.shows_images = config.shows_images
+        if self.shows_images and images.rules.refusal:
+            raise UserError(f"environment.shows_images: {images.rules.refusal}")
+        self._images = images
+        is_read = images.has_data or self.shows_images
+        self._image_refusal = "" if is_read else "no images are read without environment.shows_images"
         self._program = program
         self._tokenizer = tokenizer
         endpoint = rollout.endpoint or EndpointConfig()
@@ -125,15 +138,31 @@ class ProgramRunner(EpisodeRunner):
     ) -> Future[list[Episode]]:
         """Start the program of an episode."""
         assert self._shared is not None, "`serve` comes first"
-        service = EpisodeService(self._shared, turns, config=self._config, sampling=params, sample=sample)
+        service = EpisodeService(
+            self._shared,
+            turns,
+            config=self._config,
+            sampling=params,
+            sample=sample,
+            images=self._images,
+            image_refusal=self._image_refusal,
+        )
         return self._calls.run(self._play(service, prompt))
 
     async def _play(self, service: EpisodeService, prompt: Mapping[str, Any]) -> list[Episode]:
         name = secrets.token_hex(8)
         self._services[name] = service
-        result = await self._calls.result(self._call(name, service, environment_row(prompt)))
+        row = environment_row(prompt)
+        if digests_of(prompt):
+            row["prompt"] = await asyncio.to_thread(self._shown, prompt)
+        result = await self._calls.result(self._call(name, service, row))
         self._end(name, service)
         return _sequences(service, result, prompt["input_ids"])
+
+    def _shown(self, prompt: Mapping[str, Any]) -> list[Message]:
+        """The conversation of a prompt, with its images as a request may send them."""
+        uris = [data_uri(image) for image in self._images.of_prompt(prompt)]
+        return with_parts(json.loads(prompt["prompt"]), uris, mark=IMAGE_MARK)
 
     def _end(self, name: str, service: EpisodeService) -> None:
         """Answer and record no more requests of an episode."""

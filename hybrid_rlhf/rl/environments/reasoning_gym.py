@@ -8,6 +8,7 @@ generates it again. The answer is the text in `<answer>` tags, or else the whole
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -18,16 +19,18 @@ from typing import Any
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.rl.environments.environment import StepResult, new_rows_file, read_settings, with_instruction
+from hybrid_rlhf.runtime.command_line import user_errors
 from hybrid_rlhf.runtime.output import print_result
 
-try:
-    import reasoning_gym
-    from reasoning_gym.utils import extract_answer
-except ImportError as error:
-    raise UserError(
-        f"the environment reasoning_gym needs the library reasoning-gym, which cannot be imported ({error}): "
-        "pip install 'hybrid_rlhf[environments]'"
-    ) from error
+with user_errors() if __name__ == "__main__" else contextlib.nullcontext():
+    try:
+        import reasoning_gym
+        from reasoning_gym.utils import extract_answer
+    except ImportError as error:
+        raise UserError(
+            f"the environment reasoning_gym needs the library reasoning-gym, which cannot be imported ({error}): "
+            "pip install 'hybrid_rlhf[environments]'"
+        ) from error
 
 INSTRUCTION = "Give the final answer as <answer>answer</answer>."
 
@@ -57,11 +60,16 @@ class ReasoningGym:
     def step(self, completion: str) -> StepResult:
         """Score an answer in [0, 1]; of several attempts the last one counts."""
         answer = extract_answer(completion)
-        score = float(self._problems.score_answer(completion.strip() if answer is None else answer, self._problem))
+        answer = completion.strip() if answer is None else answer
+        self._score = float(self._problems.score_answer(answer, self._problem))
         self._left -= 1
-        if score >= 1 or not self._left:
-            return StepResult(None, score, True)
+        if self._score >= 1 or not self._left:
+            return StepResult(None, self._score, True)
         return StepResult("That is not right. Try again.", 0.0, False)
+
+    def truncated(self) -> float:
+        """The score of the last attempt, where limits of the episode leave no other."""
+        return self._score
 
 
 @functools.lru_cache(maxsize=64)
@@ -111,7 +119,5 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from hybrid_rlhf.runtime.command_line import user_errors
-
     with user_errors():
         main(sys.argv[1:])

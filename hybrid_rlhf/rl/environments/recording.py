@@ -1,15 +1,15 @@
 """The requests of an episode to the endpoint of a run, recorded as the tokens that were sampled.
 
-A request continues an earlier one if its conversation repeats the earlier prompt and answer: the chat template renders
-it with a placeholder for the answer, whose tokens stay as sampled, so that nothing is tokenized again. Where the
-conversation was changed, or the template writes it differently, another sequence of the episode begins. Requests of one
-episode are numbered in the order of their arrival; the number is the key of their random numbers.
+A request continues an earlier one if its conversation repeats the earlier prompt, with its images, and answer: the chat
+template renders it with a placeholder for the answer, whose tokens stay as sampled, so that nothing is tokenized again.
+Where the conversation was changed, or the template writes it differently, another sequence of the episode begins.
+Requests of one episode are numbered in the order of their arrival; the number is the key of their random numbers.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybrid_rlhf.configs.errors import UserError
@@ -20,14 +20,18 @@ from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.chat.reasoning import answer_of
 from hybrid_rlhf.data.chat.template import token_ids
+from hybrid_rlhf.data.images.expansion import RowImages
+from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.generation.open_batch import TokenSource
 from hybrid_rlhf.generation.sampling import Completion, derive_seed
 from hybrid_rlhf.rl.environments.episodes import Turns
 from hybrid_rlhf.rl.environments.observations import PLACEHOLDER, ids_after_turn
+from hybrid_rlhf.rl.images import ImageCatalogue
 from hybrid_rlhf.rl.types import Episode
 from hybrid_rlhf.runtime.observability.logs import warn_once
 from hybrid_rlhf.serving.answers import chat_template
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
+from hybrid_rlhf.serving.conversations import request_errors
 from hybrid_rlhf.serving.service import Job, Service
 
 _FIXED = (
@@ -47,6 +51,8 @@ class _Turn:
     """Number of messages of the conversation; 0 without one."""
     ids: list[int]
     """Tokens of prompt and completion."""
+    images: tuple[ImageReference, ...]
+    """Those of the prompt."""
     said: str
     """Text of the completion with special tokens."""
     replies: tuple[AssistantTurn, ...]
@@ -66,6 +72,7 @@ class _Prompt:
     marks: tuple[str, str] | None = None
     """Texts that open and close reasoning, which a reply does not contain."""
     continues: _Turn | None = None
+    images: tuple[ImageReference, ...] = ()
 
 
 class EpisodeService(Service):
@@ -79,6 +86,8 @@ class EpisodeService(Service):
         config: EnvironmentConfig,
         sampling: SamplingParams,
         sample: int,
+        images: ImageCatalogue,
+        image_refusal: str,
     ) -> None:
         """Begin an episode.
 
@@ -88,6 +97,8 @@ class EpisodeService(Service):
             config: limits of an episode.
             sampling: sampling parameters of the prompt, with its seed.
             sample: index of the episode among those of the prompt.
+            images: reads the images of requests.
+            image_refusal: why they may have none; empty: they may.
         """
         super().__init__(
             shared.batch,
@@ -99,6 +110,8 @@ class EpisodeService(Service):
         )
         self._config = config
         self.sample = sample
+        self._images = images
+        self._image_refusal = image_refusal
         self._seed = sampling.seed or 0
         self._episode_turns = turns
         self._turns: list[_Turn] = []
@@ -121,6 +134,8 @@ class EpisodeService(Service):
             UserError: for an invalid request, or when the episode has no room for another turn.
         """
         prompts = self._chat(body) if isinstance(body, ChatBody) else self._plain(body)
+        for prompt in prompts:
+            self._check(body.prompt_key, prompt)
         asked = self._fixed(body, prompts)
         with self._numbering:
             sampling = self._limited(asked, prompts)
@@ -132,7 +147,26 @@ class EpisodeService(Service):
             if not self.closed:
                 self._record(prompts[place], completion, sampling.stop)
 
-        return Job([prompt.ids for prompt in prompts], sampling, body.alternatives or 0, seeds, record)
+        images = [prompt.images for prompt in prompts]
+        return Job([prompt.ids for prompt in prompts], sampling, body.alternatives or 0, seeds, record, images=images)
+
+    def _check(self, key: str, prompt: _Prompt) -> None:
+        """Refuse tokens that no batch takes; one between two rollouts could not tell."""
+        self._check_ids(key, prompt.ids)
+        if (layout := self._images.rules.layout) is not None:
+            with request_errors(key):
+                images = RowImages(layout, [*prompt.images])
+                images.require_no_others(prompt.ids, len(prompt.images), self.tokenizer)
+
+    @property
+    def image_refusal(self) -> str:
+        """As in Service."""
+        return self._image_refusal
+
+    def read_images(self, uris: Mapping[str, str]) -> RowImages:
+        """Read the images of a request; the run keeps them."""
+        with request_errors("messages"):
+            return self._images.read("messages", [*uris.values()])
 
     @property
     def source(self) -> TokenSource:
@@ -178,19 +212,23 @@ class EpisodeService(Service):
     def _chat(self, body: ChatBody) -> list[_Prompt]:
         if body.prompt_token_ids is not None:
             return [self._given(body.prompt_token_ids)]
-        messages = self.messages(body)
+        messages, images = self.conversation(body)
+        shown = () if images is None else tuple(images.references)
         tools = body.used_tools
         text = self.rendered(body, messages)
         names = function_names(tools)
         template = chat_template(body, self.tokenizer)
         marks = None if template is None else template.thinking_marks
         for turn in reversed(self._turns) if body.add_generation_prompt and not body.continue_final_message else ():
-            rest = self._after(turn, messages, body)
+            rest = self._after(turn, messages, body) if shown[: len(turn.images)] == turn.images else None
             if rest is not None:
                 end = turn.ids[-1] if turn.ids[-1] in self._episode_turns.stop_token_ids else None
+                if images is not None:
+                    (rest,) = images.some(range(len(turn.images), len(shown))).expanded([rest])
                 ids = ids_after_turn(rest, self.tokenizer, end_token=end)
-                return [_Prompt([*turn.ids, *ids], text, len(messages), names, marks, turn)]
-        return [_Prompt(token_ids(text, self.tokenizer), text, len(messages), names, marks)]
+                return [_Prompt([*turn.ids, *ids], text, len(messages), names, marks, turn, shown)]
+        whole = text if images is None else images.expanded([text])[0]
+        return [_Prompt(token_ids(whole, self.tokenizer), text, len(messages), names, marks, images=shown)]
 
     def _after(self, turn: _Turn, messages: Sequence[Message], body: ChatBody) -> str | None:
         """Text that the template writes after a turn in a later conversation; None if that does not continue the
@@ -221,7 +259,8 @@ class EpisodeService(Service):
 
     def _given(self, ids: list[int]) -> _Prompt:
         continued = [turn for turn in self._turns if ids[: len(turn.ids)] == turn.ids]
-        return _Prompt(ids, continues=max(continued, key=lambda turn: len(turn.ids), default=None))
+        turn = max(continued, key=lambda turn: len(turn.ids), default=None)
+        return _Prompt(ids, continues=turn, images=() if turn is None else turn.images)
 
     # -- record what was sampled
 
@@ -234,6 +273,7 @@ class EpisodeService(Service):
         else:
             sequence = Episode(list(prompt.ids))
             self.sequences.append(sequence)
+        sequence.images = [image.digest for image in prompt.images]
         sequence.add_turn(completion)
         sequence.stopped = completion.finish_reason == "stop"
         text = completion_text(ids, self.tokenizer)
@@ -243,4 +283,5 @@ class EpisodeService(Service):
             forms += [said for form in forms for said in (form.rpartition(prompt.marks[1])[2], answer_of(form))]
         replies = tuple(read_reply(form, prompt.names) for form in forms)
         said = str(self.tokenizer.decode(ids))
-        self._turns.append(_Turn(prompt.text, prompt.messages, sequence.ids, said, replies, sequence))
+        turn = _Turn(prompt.text, prompt.messages, sequence.ids, prompt.images, said, replies, sequence)
+        self._turns.append(turn)

@@ -129,8 +129,11 @@ class EnvironmentRunner(EpisodeRunner):
             episode.add_reward(step.reward)
             # An episode whose last turn is truncated did not end by itself, even if the environment is done.
             episode.stopped = step.done and completion.finish_reason == "stop"
-            is_last = step.done or turn + 1 == self._config.max_turns
+            if step.done:
+                break
+            is_last = turn + 1 == self._config.max_turns
             if is_last or not await self._observe(episode, step.observation or "", turns):
+                await self._truncate(episode, environment)
                 break
         return [episode]
 
@@ -148,7 +151,6 @@ class EnvironmentRunner(EpisodeRunner):
             return f"reset must return messages, a text or None, it returned {shortened(repr(opening))}"
         try:
             read, images = await self._read("reset", cast(list[Message], messages), self._references(episode))
-            read = with_ordered_results("reset", read)
             tools = row_tools("the row", dict(row))
             offers = [*(tools or []), *offered] if offered else tools
             ids = encode_prompt(read, self._tokenizer, tools=offers, images=images)
@@ -169,15 +171,30 @@ class EnvironmentRunner(EpisodeRunner):
         end = last if last in turns.stop_token_ids else None
         try:
             (read,), images = await self._read("step", [{"role": "tool", "content": observation}])
-            ids = self._turns.observation_ids(read["content"], end_token=end, images=images)
+            text = self._turns.fitting(read["content"])
+            ids = self._turns.observation_ids(text, end_token=end, images=images)
         except UserError as error:  # a template may reject the observation
             episode.failure = shortened(str(error), _LONGEST_REASON)
             return False
         if len(ids) >= self._tokens_left(episode, turns):
             return False
         episode.add_observation(ids)
+        episode.cut_observations += text != read["content"]
         episode.images = [*episode.images, *([] if images is None else images.digests)]
         return True
+
+    async def _truncate(self, episode: Episode, environment: Environment) -> None:
+        """Add the reward of an environment for an episode that its limits have ended."""
+        truncated = getattr(environment, "truncated", None)
+        if not callable(truncated) or episode.failure is not None:
+            return
+        reward = await self._calls.result(truncated)
+        if isinstance(reward, CallFailure):
+            episode.failure = reward.reason
+        elif not is_finite_number(reward):
+            episode.failure = f"truncated must return a finite number as reward, it returned {shortened(repr(reward))}"
+        else:
+            episode.add_reward(float(reward))
 
     def _references(self, episode: Episode) -> list[ImageReference]:
         """The images of an episode so far."""
@@ -191,7 +208,7 @@ class EnvironmentRunner(EpisodeRunner):
         Raises:
             UserError: for invalid messages, or an image that cannot be read.
         """
-        read = [read_message(name, message, with_images=True) for message in messages]
+        read = with_ordered_results(name, [read_message(name, message, with_images=True) for message in messages])
         (sources,) = place_images(name, {"images": list(of_row)}, read, refusal=self._refusal)
         layout = self._images.rules.layout
         if layout is None or not sources:
@@ -267,7 +284,7 @@ def build_runner(
         tokenizer: tokenizer of the actor.
         world: all ranks.
         samples: true if this rank runs episodes.
-        images: reads images that a class shows; none: there are none.
+        images: reads images that episodes show; none: there are none.
 
     Raises:
         UserError: when the environment cannot be loaded or shows images that the actor does not read, the chat template
@@ -275,16 +292,18 @@ def build_runner(
     """
     if config is None:
         return None
+    images = images or ImageCatalogue()
     if config.path is None:
         require_packages("rollout.endpoint" if config.program is None else "environment.program")
         from hybrid_rlhf.rl.environments.programs import ProgramRunner, read_program  # they import those packages
 
         with shared_user_errors(world):
             program = None if config.program is None else read_program(config)
-        return ProgramRunner(program, config, rollout=rollout, tokenizer=tokenizer, world=world, samples=samples)
+        return ProgramRunner(
+            program, config, rollout=rollout, tokenizer=tokenizer, world=world, samples=samples, images=images
+        )
     with shared_user_errors(world):
         factory = read_environment(config)
-        images = images or ImageCatalogue()
         if factory.shows_images and images.rules.refusal:
             raise UserError(f"environment.path: {config.path} shows images: {images.rules.refusal}")
     return EnvironmentRunner(factory, config, rollout=rollout, tokenizer=tokenizer, device=world.device, images=images)

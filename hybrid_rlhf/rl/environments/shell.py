@@ -1,9 +1,9 @@
 """Environment with a shell as a tool: each episode has a container of its own, in which bash stays.
 
 The actor calls `shell` with a command, in the format of its chat template, and observes its output. Folder, variables,
-files and background processes stay until the episode ends. A turn without a call ends it: the row's column `tests`, a
-command, then decides in a new shell of the same files, after the end of all other processes. The reward is 1 if its
-exit status is 0.
+files and background processes stay until the episode ends. A turn without a call ends it, and so do its limits: the
+row's column `tests`, a command, then decides in a new shell of the same files, after the end of all other processes.
+The reward is 1 if its exit status is 0.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ class Shell:
         beginning; how many containers wait for episodes; and the command that rewards rows without a column `tests`."""
         settings = {"output_bytes": _OUTPUT_BYTES, **(sandbox or {})}
         self._pool = _shared_pool(json.dumps(settings, sort_keys=True), setup, pool)
+        self._tests = tests
         self._container: Container | None = None
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Start a container with the row's `files`, texts by name."""
-        self._tests = row.get("tests")
+        self._tests = row.get("tests") or self._tests
         self._test_files = row.get("test_files") or {}
         self._container = self._pool.take()
         self._container.write(row.get("files") or {})
@@ -81,6 +82,11 @@ class Shell:
             return StepResult(f"[{error}]", 0.0, True)
         return StepResult("\n".join(told) or UNREADABLE, 0.0, False)
 
+    def truncated(self) -> float:
+        """Run the tests on what the actor has done until its last turn."""
+        assert self._container is not None
+        return self._score(self._container)
+
     def close(self) -> None:
         """Remove the container."""
         if self._container is not None:
@@ -89,13 +95,13 @@ class Shell:
     def _score(self, container: Container) -> float:
         if self._tests is None:
             return 0.0
-        container.kill()
         try:
+            container.kill()
             container.write(self._test_files)
-        except OSError as error:  # the actor has filled the disk, or denied a folder
-            logger.warning("the test files of an episode cannot be written, its reward is 0: %s", error)
+            return float(container.run(self._tests).succeeded)
+        except (ContainerEnded, OSError) as error:  # the actor has filled the disk, or denied a folder
+            logger.warning("the tests of an episode cannot run, its reward is 0: %s", error)
             return 0.0
-        return float(container.run(self._tests).succeeded)
 
 
 class _Pool:

@@ -10,6 +10,7 @@ judges score it. A row names its taskset, so that a run may mix several.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -20,17 +21,19 @@ from typing import Any
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.loop.user_code import describe_error
 from hybrid_rlhf.rl.environments.environment import new_rows_file, read_settings
+from hybrid_rlhf.runtime.command_line import user_errors
 from hybrid_rlhf.runtime.output import print_result
 
-try:
-    from verifiers.v1 import SamplingConfig
-    from verifiers.v1.clients import EvalClientConfig, ModelContext
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-except ImportError as error:
-    raise UserError(
-        "environments of verifiers need the library verifiers from 0.4, which cannot be imported "
-        f"({error}): pip install 'hybrid_rlhf[verifiers]'"
-    ) from error
+with user_errors() if __name__ == "__main__" else contextlib.nullcontext():
+    try:
+        from verifiers.v1 import SamplingConfig
+        from verifiers.v1.clients import EvalClientConfig, ModelContext
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+    except ImportError as error:
+        raise UserError(
+            "environments of verifiers need the library verifiers from 0.4, which cannot be imported "
+            f"({error}): pip install 'hybrid_rlhf[verifiers]'"
+        ) from error
 
 COLUMN = "verifiers"
 """Column with the name and the settings of the environment, and the data of the task."""
@@ -117,7 +120,5 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from hybrid_rlhf.runtime.command_line import user_errors
-
     with user_errors():
         main(sys.argv[1:])

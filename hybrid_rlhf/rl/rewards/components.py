@@ -205,7 +205,7 @@ class RewardComponent(ABC):
     """True if it needs the text of the rollout."""
     reads_images = False
     """True if it needs the images of the prompts beside the text."""
-    in_background: ClassVar[bool] = True
+    in_background = True
     """False: it computes in the main thread when its scores are requested, on every rank."""
 
     reads_groups: ClassVar[bool] = False
@@ -233,29 +233,8 @@ class RewardComponent(ABC):
         self.on_failure: OnFailure = config.on_failure
 
     def require_columns(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Check that the data has the columns that it needs; rows are read until all are found.
-
-        Raises:
-            UserError: when no row has one of them.
-        """
-        missing = [*self.columns]
-        present: dict[str, object] = {}
-        for row in rows if missing else ():
-            missing = [column for column in missing if column not in row]
-            if not missing:
-                return
-            present |= row
-        if missing:
-            nested = [name for name, value in present.items() if isinstance(value, Mapping) and missing[0] in value]
-            raise UserError(
-                f"reward component {self.name} needs the column {' and '.join(missing)}, the data has "
-                f"{', '.join(['prompt', *present])}: "
-                + (
-                    f"give the source columns: {{{missing[0]}: {nested[0]}.{missing[0]}}}"
-                    if nested
-                    else "rename or add it, or read another"
-                )
-            )
+        """Check that the data has the columns that it needs, as `require_columns`."""
+        require_columns(self.name, self.columns, rows)
 
     @abstractmethod
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
@@ -264,6 +243,32 @@ class RewardComponent(ABC):
     def metrics(self, counts: Mapping[str, float]) -> dict[str, float]:
         """Metrics by the ends of their names, from its counts over all ranks."""
         return {}
+
+
+def require_columns(component: str, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """Check that the data has the columns that a component needs; rows are read until all are found.
+
+    Raises:
+        UserError: when no row has one of them.
+    """
+    missing = [*columns]
+    present: dict[str, object] = {}
+    for row in rows if missing else ():
+        missing = [column for column in missing if column not in row]
+        if not missing:
+            return
+        present |= row
+    if missing:
+        nested = [name for name, value in present.items() if isinstance(value, Mapping) and missing[0] in value]
+        raise UserError(
+            f"reward component {component} needs the column {' and '.join(missing)}, the data has "
+            f"{', '.join(['prompt', *present])}: "
+            + (
+                f"give the source columns: {{{missing[0]}: {nested[0]}.{missing[0]}}}"
+                if nested
+                else "rename or add it, or read another"
+            )
+        )
 
 
 def _is_score(value: object) -> bool:

@@ -10,20 +10,19 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hybrid_rlhf.configs.sections.rewards import Protocol, RewardComponentConfig
-from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.data.images.expansion import WRITTEN
 from hybrid_rlhf.data.images.reading import png
 from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.models.pretrained.folders import first_line
+from hybrid_rlhf.rl.images import with_parts
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.foreign import openrlhf_arguments
-from hybrid_rlhf.rl.rewards.replicas import Endpoint, Show, Unusable
+from hybrid_rlhf.rl.rewards.replicas import Endpoint, Rejected, Show, Unusable
 from hybrid_rlhf.runtime.background import BackgroundCall
 
 _REPLY_KEYS = {"scores": "scores", "openrlhf": "rewards"}
@@ -64,13 +63,8 @@ class EndpointReward(RewardComponent):
         size = self._config.batch_size
         batches = [texts.select(range(len(texts))[start : start + size]) for start in range(0, len(texts), size)]
         scores = [ComponentScores.failed(len(batch), "") for batch in batches]
-        bodies: dict[int, str] = {}
-        for number, batch in enumerate(batches):
-            try:
-                bodies[number] = json.dumps(_request(batch, self._config.protocol), allow_nan=False)
-            except ValueError as error:
-                reason = f"a data column does not fit JSON ({first_line(error)})"
-                scores[number] = ComponentScores.failed(len(batch), reason)
+        body = functools.partial(_body, self._config.protocol)
+        bodies = {number: functools.partial(body, batch) for number, batch in enumerate(batches)}
         key = _REPLY_KEYS[self._config.protocol]
 
         def read(number: int, reply: Any, show: Show) -> None:
@@ -86,35 +80,27 @@ class EndpointReward(RewardComponent):
         return ComponentScores.join(scores)
 
 
+def _body(protocol: Protocol, texts: CompletionTexts) -> str:
+    """The body of a request, which may be large: with its images."""
+    try:
+        return json.dumps(_request(texts, protocol), allow_nan=False)
+    except ValueError as error:
+        raise Rejected(f"a data column does not fit JSON ({first_line(error)})") from error
+
+
 def _request(texts: CompletionTexts, protocol: Protocol) -> dict[str, object]:
     """The body of a request."""
     if protocol == "scores":
         prompts = texts.prompts
         if texts.images is not None:
-            uri = functools.cache(_data_uri)
+            uri = functools.cache(_png_uri)
             prompts = [
-                _with_parts(prompt, map(uri, images)) for prompt, images in zip(prompts, texts.images, strict=True)
+                with_parts(prompt, map(uri, images)) for prompt, images in zip(prompts, texts.images, strict=True)
             ]
         return {"prompts": prompts, "completions": texts.completions, "columns": texts.columns}
     given = openrlhf_arguments(texts.prompts, texts.completions, texts.columns)
     return {"query": given.pop("queries"), **given}
 
 
-def _with_parts(prompt: Sequence[Message], uris: Iterable[str]) -> list[Message]:
-    """A conversation whose contents with images are the parts of OpenAI's messages."""
-    left = list(uris)
-    if len(left) < sum(str(message.get("content")).count(WRITTEN) for message in prompt):
-        return [*prompt]
-    messages = []
-    for message in prompt:
-        first, *rest = str(message.get("content") or "").split(WRITTEN)
-        parts: list[dict[str, Any]] = [{"type": "text", "text": first}] * bool(first)
-        for text in rest:
-            parts.append({"type": "image_url", "image_url": {"url": left.pop(0)}})
-            parts += [{"type": "text", "text": text}] * bool(text)
-        messages.append({**message, "content": parts} if rest else message)
-    return messages
-
-
-def _data_uri(image: ImageReference) -> str:
+def _png_uri(image: ImageReference) -> str:
     return f"data:image/png;base64,{base64.b64encode(png(image.image())).decode()}"

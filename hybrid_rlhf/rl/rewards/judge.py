@@ -1,4 +1,4 @@
-"""A language model behind OpenAI's API as judge: of each completion, of a group by ranks, or of pairs.
+"""A language model as judge, behind OpenAI's API or in the run: of each completion, of a group by ranks, or of pairs.
 
 Completions are compared in an order and in its reverse, because models prefer a position: a judge that looks only at
 the position gives all completions 0.5. The score is the mean result against the others: 1 for better, 0.5 for equally
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from itertools import combinations, permutations
 from pathlib import Path
@@ -21,8 +22,10 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.judge import JudgeConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
+from hybrid_rlhf.rl.rewards.local_model import LocalModel
 from hybrid_rlhf.rl.rewards.questions import Question
 from hybrid_rlhf.rl.rewards.replicas import Endpoint, Show, Unusable
 from hybrid_rlhf.runtime.background import BackgroundCall
@@ -42,9 +45,16 @@ class JudgeReward(RewardComponent):
     counts = True
 
     def __init__(
-        self, config: RewardComponentConfig, *, device: torch.device, rank: int = 0, folder: Path | None = None
+        self,
+        config: RewardComponentConfig,
+        *,
+        device: torch.device,
+        rank: int = 0,
+        folder: Path | None = None,
+        local: LocalModel | None = None,
     ) -> None:
-        """Read the rubric, the API key and the verdicts in a folder, and ask for the model's name if none is given.
+        """Read the rubric, the API key and the verdicts in a folder, and ask for the model's name if none is given;
+        `local` answers in place of a server.
 
         Raises:
             UserError: when the rubric's file or a variable is missing, or the endpoint does not list a model.
@@ -53,12 +63,11 @@ class JudgeReward(RewardComponent):
         assert config.judge is not None
         self._judge = judge = config.judge
         self._device = device
-        self.columns = [column for column in (judge.rubric_column, judge.against_column) if column]
+        self.columns = judge.columns
+        self.in_background = local is None
         self.max_failure_fraction = judge.max_failure_fraction
-        self._rubric = judge.rubric or _RUBRIC
-        if self._rubric.endswith((".md", ".txt")):
-            self._rubric = read_text(self._rubric, "rubric must be a text or name a file")
-        self._endpoint = Endpoint(
+        self._rubric = read_rubric(judge)
+        self._endpoint = local or Endpoint(
             [url.rstrip("/") for url in judge.urls],
             key="judge",
             api_key_env=judge.api_key_env,
@@ -66,7 +75,7 @@ class JudgeReward(RewardComponent):
             retries=judge.retries,
             concurrent=judge.max_concurrent,
         )
-        self.model = judge.served_name or self._first_model()
+        self.model = judge.path or judge.served_name or self._first_model()
         self._known: dict[str, list[float]] = {}
         """Numbers of the answers, by the digest of a request."""
         self._file: JsonLinesFile | None = None
@@ -77,9 +86,10 @@ class JudgeReward(RewardComponent):
                 self._known |= _read_verdicts(file)  # a rank's own verdicts replace those of others
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
-        """Start the requests in a thread."""
+        """Start the requests in a thread, unless this process answers them."""
         groups = batch.rows(batch.numbers).groups.tolist()
-        return BackgroundCall(lambda: self.score(batch.texts, groups), device=self._device).result
+        score = partial(self.score, batch.texts, groups)
+        return BackgroundCall(score, device=self._device).result if self.in_background else score
 
     def score(self, texts: CompletionTexts, groups: Sequence[int]) -> ComponentScores:
         """Scores of completions; those of the same group answer the same prompt."""
@@ -178,8 +188,22 @@ class JudgeReward(RewardComponent):
                 raise Unusable(f"got {show(reply)} in place of a list of models") from error
 
         for reason in self._endpoint.send({None: None}, read, path="/models").values():
-            raise UserError(f"judge {self.name} must answer, {reason}: check its url and key, or give served_name")
+            raise UserError(
+                f"reward component {self.name} must answer, {reason}: check its url and key, or give served_name"
+            )
         return found[0]
+
+
+def read_rubric(judge: JudgeConfig) -> str:
+    """The criterion of a judge that has no column with it.
+
+    Raises:
+        UserError: when its file is missing.
+    """
+    rubric = judge.rubric or _RUBRIC
+    if rubric.endswith((".md", ".txt")):
+        return read_text(rubric, "rubric must be a text or name a file")
+    return rubric
 
 
 def _results(numbers: Mapping[Question, Sequence[float]]) -> dict[tuple[str, str], list[float]]:

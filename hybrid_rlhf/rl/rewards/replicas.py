@@ -39,6 +39,7 @@ _RETRY_STATUSES = (408, 425, 429)
 _MIN_SECRET_LENGTH = 4
 """Shorter pieces of a URL are not treated as secrets, because they occur in any text."""
 K = TypeVar("K")
+Body = str | Callable[[], str] | None
 
 
 class Unusable(ValueError):
@@ -91,7 +92,7 @@ class Endpoint:
 
     def send(
         self,
-        bodies: Mapping[K, str | None],
+        bodies: Mapping[K, Body],
         read: Callable[[K, Any, Show], None],
         *,
         path: str = "",
@@ -100,7 +101,7 @@ class Endpoint:
         """Send requests at the same time, each until `read` accepts a reply or its attempts end.
 
         Args:
-            bodies: by any key, JSON of a POST, or None for a GET.
+            bodies: by any key, JSON of a POST, what makes it when it is sent, or None for a GET.
             read: takes the key and a reply, parsed from JSON; raises Unusable.
             path: end of the URL.
             most_failures: if more requests fail, those that wait are not sent.
@@ -145,7 +146,7 @@ class _Requests:
         self._most_failures = most_failures
         self._slots = asyncio.Semaphore(endpoint.concurrent * len(self._all))
 
-    async def send(self, body: str | None, read: Callable[[Any, Show], None], path: str) -> str | None:
+    async def send(self, body: Body, read: Callable[[Any, Show], None], path: str) -> str | None:
         """Send a request, repeatedly while it fails; the reason of its failure, or None."""
         tries: Counter[str] = Counter()
         while True:
@@ -181,16 +182,17 @@ class _Requests:
         replica.in_flight += 1
         return replica
 
-    async def _try(self, address: Address, body: str | None, read: Callable[[Any, Show], None], path: str) -> None:
+    async def _try(self, address: Address, body: Body, read: Callable[[Any, Show], None], path: str) -> None:
+        content = await asyncio.to_thread(body) if callable(body) else body
         async with (
             asyncio.timeout(self._endpoint.timeout_seconds),
-            self._client.stream("GET" if body is None else "POST", address.url + path, content=body) as response,
+            self._client.stream("GET" if body is None else "POST", address.url + path, content=content) as response,
         ):
-            content = await _content(response, address)
+            received = await _content(response, address)
         try:
-            reply = json.loads(content)
+            reply = json.loads(received)
         except (ValueError, RecursionError) as error:
-            shown = repr(shortened(address.hide(bytes(content[: 4 * 2**10]).decode(errors="replace"))))
+            shown = repr(shortened(address.hide(bytes(received[: 4 * 2**10]).decode(errors="replace"))))
             raise Unusable(f"got {shown} in place of JSON") from error
         read(reply, lambda part: shortened(address.hide(repr(part))))
 

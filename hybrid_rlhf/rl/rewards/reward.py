@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.judge import JudgeConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import turn_end
@@ -23,6 +24,7 @@ from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, 
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.judge import JudgeReward
+from hybrid_rlhf.rl.rewards.local_model import LocalModel
 from hybrid_rlhf.rl.rewards.models import AbsentReward, ModelReward, RetokenizingModelReward, tokenizes_alike
 from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
 from hybrid_rlhf.rl.sharing import LocalRows
@@ -259,6 +261,7 @@ def build_reward(
     resolve: Callable[[str], str],
     load_tokenizer: Callable[[str], PreTrainedTokenizerBase],
     build_engine: Callable[[str, str], RoleModel],
+    build_judge: Callable[[JudgeConfig, str], LocalModel],
     has_images: bool = False,
     folder: Path | None = None,
 ) -> Reward:
@@ -271,6 +274,7 @@ def build_reward(
         resolve: returns a path that can be loaded, from the name of a model in the config.
         load_tokenizer: returns the tokenizer of a resolved path.
         build_engine: returns the frozen engine of a component from its name and resolved path.
+        build_judge: returns the model of a judge from its section and resolved path.
         has_images: prompts may have images.
         folder: folder of the run, where judges keep their verdicts; None: they keep them in memory.
 
@@ -282,19 +286,24 @@ def build_reward(
     with shared_user_errors(world):
         for component in components:
             if component.model is None:
-                background[component.label] = background_part(component, world, folder)
                 require(
                     not (has_images and component.judge),
-                    f"judge {component.label} reads text, the rows have images: use a reward model, function or "
-                    "endpoint, or remove the images",
+                    f"reward component {component.label} is a judge, which reads text, the rows have images: use a "
+                    "reward model, function or endpoint, or remove the images",
                 )
                 require(
                     not (has_images and component.protocol == "openrlhf" and component.urls),
                     f"reward component {component.label} must have the protocol scores to read images, got openrlhf: "
                     "leave it out",
                 )
+                if component.judge_path is None:
+                    background[component.label] = background_part(component, world, folder)
 
     def build(component: RewardComponentConfig) -> RewardComponent:
+        if component.judge is not None and component.judge.path is not None:
+            path = resolve(component.judge.path)
+            with shared_user_errors(world):
+                return background_part(component, world, folder, build_judge(component.judge, path))
         if component.model is None:
             return background[component.label]
         path = resolve(component.model)
@@ -318,10 +327,12 @@ def build_reward(
     return Reward([build(component) for component in components], world)
 
 
-def background_part(component: RewardComponentConfig, world: World, folder: Path | None) -> RewardComponent:
-    """A component without a model."""
+def background_part(
+    component: RewardComponentConfig, world: World, folder: Path | None, local: LocalModel | None = None
+) -> RewardComponent:
+    """A component without a reward model; `local` is the model of a judge in the run."""
     if component.judge is not None:
-        return JudgeReward(component, device=world.device, rank=world.rank, folder=folder)
+        return JudgeReward(component, device=world.device, rank=world.rank, folder=folder, local=local)
     if component.verifier is not None:
         return VerifierReward(component, device=world.device, ranks=world.local_size)
     kind = FunctionReward if component.function is not None else EndpointReward

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.judge import JudgeConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine, model_images
@@ -20,6 +21,7 @@ from hybrid_rlhf.engines.placed import build_critic_copy, build_separate_sampler
 from hybrid_rlhf.engines.role_model import AbsentEngine, Actor, Reader, RoleModel
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
+from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.loop.setup import (
     require_positions,
     require_same_tokens,
@@ -27,11 +29,14 @@ from hybrid_rlhf.loop.setup import (
     resolve,
     warm_start_folder,
 )
+from hybrid_rlhf.models.pretrained.loading import training_dtype
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.rl.images import ImageCatalogue
 from hybrid_rlhf.rl.rewards import Reward, build_reward
+from hybrid_rlhf.rl.rewards.local_model import LocalModel
 from hybrid_rlhf.rl.roles.placing import reference_path_of, residency_of
 from hybrid_rlhf.rl.roles.roles import Roles
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -226,9 +231,28 @@ class _Builder:
                 chat_template_kwargs=config.data.chat_template_kwargs,
             ),
             build_engine=lambda name, path: self.frozen(name, path, role="reward"),
+            build_judge=self._judge,
             has_images=has_images,
             folder=run.folder,
         )
+
+    def _judge(self, judge: JudgeConfig, path: str) -> LocalModel:
+        """The model of a judge in the run, loaded on the ranks that sample: they have the completions."""
+        model, device = self._config.model, self._run.world.device
+        load = functools.partial(
+            GenerationEngine.from_pretrained,
+            path,
+            dtype=training_dtype(model, device),
+            device=device,
+            trust_remote_code=model.trust_remote_code,
+            cuda_graphs=False,  # captured again in each step, they would take longer than they save
+        )
+        found = LocalModel(judge, load)
+        if self._run.world.is_main:
+            logger.info("judge: %s, on each rank that samples", path)
+        if any(group[0] == self._run.world.rank for group in self._placement.sampling_groups):
+            found.load()
+        return found
 
     def frozen(self, name: str, path: str, *, role: Role) -> RoleModel:
         """A frozen model by its name in the placement: a scorer as reward, a language model as reference."""

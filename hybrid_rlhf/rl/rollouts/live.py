@@ -22,7 +22,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.continuous import BatchLoad
-from hybrid_rlhf.generation.batching.images import PromptImages
+from hybrid_rlhf.generation.batching.images import GivenImages
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion, PromptLogprobs, SamplingParams, per_request
@@ -333,7 +333,7 @@ class LiveBatch:
         return self.compiled_grammar(params)
 
     def prompt_logprobs(
-        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0, images: PromptImages | None = None
+        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0, images: GivenImages = None
     ) -> Future[PromptLogprobs]:
         """As `OpenBatch.prompt_logprobs`, with the errors of `call`."""
         return self._only_batch().prompt_logprobs(tokens, adapter=adapter, top=top, images=images)

@@ -49,10 +49,17 @@ class ServedTeacher:
             setting="teacher.url",
         )
 
-    def require_same(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise UserError for a server with other tokens than the tokenizer's, or whose two answers differ."""
+    def require_same(self, tokenizer: PreTrainedTokenizerBase, *, longest: int) -> None:
+        """Raise UserError for a server with other tokens than the tokenizer's, without room for a row of `longest`
+        tokens, or whose two answers differ."""
         server = self._server
         self._retried(server.introduce)
+        require(
+            server.max_positions is None or longest < server.max_positions,
+            "a teacher must have room for rollout.max_prompt_tokens, rollout.sampling.max_new_tokens and a token that "
+            f"it samples, {longest} + 1, {server.shown} has a context of {server.max_positions}: lower one, or serve "
+            "it with a longer context",
+        )
         mine = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
         body = {"model": server.model, "prompt": _PROBE, "add_special_tokens": False}
         theirs = self._retried(lambda: server.call("POST", "/tokenize", json=body)["tokens"])

@@ -72,11 +72,11 @@ class Teaching:
         ids = torch.tensor([token for of_row in found for token in of_row], dtype=torch.long)
         return replace(rollout, teacher_prompts=TeacherPrompts(ids, torch.tensor([*map(len, found)], dtype=torch.long)))
 
-    def require_usable(self, *data: Iterable[Mapping[str, Any]]) -> None:
-        """Raise UserError for a server that cannot be the teacher, and for rows of prompts without a teacher or without
-        a column of the template."""
+    def require_usable(self, *data: Iterable[Mapping[str, Any]], longest: int) -> None:
+        """Raise UserError for a server that cannot be the teacher of rows of `longest` tokens, and for prompts without
+        a teacher or without a column of the template."""
         if self.served is not None:
-            self.served.require_same(self._tokenizer)
+            self.served.require_same(self._tokenizer, longest=longest)
         for row in chain.from_iterable(data):
             columns = json.loads(row["columns"])
             self._number(columns)
@@ -101,12 +101,17 @@ class Teaching:
     def _number(self, columns: Mapping[str, Any]) -> int:
         """Number of the teacher of a row."""
         column = self.config.source_column
-        value = str(columns.get(column))
-        number = self._number_of.get(value, self._default)
+        value = columns.get(column)
+        number = self._number_of.get(str(value), self._default)
         if number is None:
+            found, fix = (
+                ("without it", "name the column by teacher.source_column, or give teacher.path")
+                if value is None
+                else (f"with {str(value)!r}", "add it")
+            )
             raise UserError(
                 f"teacher.per_source must have each value of column {column!r} unless teacher.path has the others, got "
-                f"a row with {value!r}: add it"
+                f"a row {found}: {fix}"
             )
         return number
 

@@ -11,14 +11,16 @@ import torch
 
 from hybrid_rlhf.cli.saved_models.evaluation.completing import complete, read_prompts
 from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement, wilson
-from hybrid_rlhf.cli.saved_models.loading import Place, find_model, load_scorer
+from hybrid_rlhf.cli.saved_models.loading import Place, engine_at, find_model, load_scorer
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.data.rows.formats import PromptRow
 from hybrid_rlhf.rl.rewards.components import CompletionTexts
 from hybrid_rlhf.rl.rewards.judge import JudgeReward
+from hybrid_rlhf.rl.rewards.local_model import LocalModel
 from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.serving.saved_scorer import SavedScorer
 
 
 def win_rate(config: EvaluateConfig) -> Measurement:
@@ -27,15 +29,19 @@ def win_rate(config: EvaluateConfig) -> Measurement:
     Raises:
         UserError: when the judge does not answer, or fails for too many prompts.
     """
-    judge: Place | JudgeReward = (
-        JudgeReward(RewardComponentConfig(judge=config.judge, on_failure="zero"), device=torch.device("cpu"))
-        if config.judge.url
-        else find_model(config, config.judge.model)
-    )
+    judge: Place | JudgeReward
+    if config.judge.model is not None:
+        judge = find_model(config, config.judge.model)
+    else:
+        component = RewardComponentConfig(judge=config.judge, on_failure="zero")
+        judge = JudgeReward(component, device=torch.device("cpu"), local=_local(config))
     prompts = read_prompts(config)
     with_images = next((where for where, row in prompts if row.images), None)
-    if with_images is not None:
-        raise UserError(f"{with_images}: judges of win_rate read text, the row has images: remove it")
+    if with_images is not None and isinstance(judge, JudgeReward):
+        raise UserError(
+            f"{with_images}: a language model that judges reads text, the row has images: remove it, or give "
+            "judge.model a reward model"
+        )
     rows = [row for _, row in prompts]
     if isinstance(judge, JudgeReward):
         judge.require_columns(row.columns for row in rows)
@@ -44,7 +50,8 @@ def win_rate(config: EvaluateConfig) -> Measurement:
     if isinstance(judge, JudgeReward):
         margins, counted = _judged(judge, rows, ours, theirs)
     else:
-        margins = _rewarded(judge, rows, ours, theirs)
+        scorer = load_scorer(judge, max_image_pixels=config.max_image_pixels)
+        margins = _rewarded(scorer, prompts, ours, theirs)
     outcomes = [0.5 + 0.5 * ((margin > 0) - (margin < 0)) for margin in margins]
     counts = {
         "wins": sum(outcome > 0.5 for outcome in outcomes),
@@ -61,11 +68,26 @@ def win_rate(config: EvaluateConfig) -> Measurement:
     )
 
 
-def _rewarded(place: Place, rows: Sequence[PromptRow], ours: Sequence[str], theirs: Sequence[str]) -> list[float]:
+def _local(config: EvaluateConfig) -> LocalModel | None:
+    """The judge in this process, which is loaded after the models that it judges; None for a server."""
+    if config.judge.path is None:
+        return None
+    place = find_model(config, config.judge.path)
+    return LocalModel(config.judge, lambda: engine_at(place, kv_cache_gib=None))
+
+
+def _rewarded(
+    scorer: SavedScorer, prompts: Sequence[tuple[str, PromptRow]], ours: Sequence[str], theirs: Sequence[str]
+) -> list[float]:
     """By how much a reward model scores our completions higher; several scores of a model are added."""
-    scorer = load_scorer(place)
+    images = [scorer.read_images(where, row.images) for where, row in prompts]
     first, second = (
-        scorer.score([(row.messages, text, row.tools) for row, text in zip(rows, texts, strict=True)])
+        scorer.score(
+            [
+                (row.messages, text, row.tools, of_row)
+                for (_, row), text, of_row in zip(prompts, texts, images, strict=True)
+            ]
+        )
         for texts in (ours, theirs)
     )
     return [sum(our_scores) - sum(their_scores) for our_scores, their_scores in zip(first, second, strict=True)]
