@@ -276,11 +276,13 @@ def test_a_rank_that_samples_holds_its_part_and_a_bucket(tensor_parallel: int, t
     for told in run_ranks(held, 1 + tensor_parallel, tmp_path / "ranks", folder, tensor_parallel)[1:]:
         assert len(told) == 6
         part = 1.1 * whole / tensor_parallel
-        for own, more in told:  # gloo's threads may release the last bucket late, so that it counts as its own
-            assert whole / tensor_parallel <= own < part + 4 * BUCKET
-            most = part + 1.05 * 4 * max(BUCKET, 2 * product)
-            assert own + more <= most, "after the last bucket, a product is fused and packed"
-        assert all(own + more <= part + 1.05 * 4 * BUCKET for own, more in told[3:]), "or fused"
+        # gloo's threads may release a bucket late, in a sync or in the next one, but not in each of the three
+        assert all(whole / tensor_parallel <= own < part + 4 * BUCKET for own, _ in told)
+        most = part + 1.05 * 4 * max(BUCKET, 2 * product)
+        assert all(own + more <= most + 4 * BUCKET for own, more in told)
+        packed, fused = (min(own + more for own, more in syncs) for syncs in (told[:3], told[3:]))
+        assert packed <= most, "after the last bucket, a product is fused and packed"
+        assert fused <= part + 1.05 * 4 * BUCKET, "or fused"
 
 
 DAMAGED, DROPPED = "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.v_proj.weight"

@@ -78,6 +78,21 @@ def test_a_program_reads_its_input_and_files(sandbox: LocalSandbox) -> None:
             sandbox.run("", files={"../x": ""})
 
 
+def test_a_program_may_open_its_input_at_once(
+    sandbox: LocalSandbox | InContainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have the processor when it starts: its pipes became its user's after that, which it found denied."""
+
+    class Late(subprocess.Popen[bytes]):
+        def __init__(self, *words: Any, **settings: Any) -> None:
+            super().__init__(*words, **settings)
+            time.sleep(0.3)
+
+    monkeypatch.setattr("hybrid_rlhf.runtime.sandbox.process.Popen", Late)
+    result = sandbox.run("print(open('/dev/stdin').read())", stdin="in")
+    assert result.stdout == "in\n", result.stderr
+
+
 def test_the_runs_environment_and_descriptors_are_hidden(
     sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from hybrid_rlhf.generation import Completion, SamplingParams
 from tests.support.clock import Gate, wait_until
 from tests.support.messages import user
 from tests.support.services import HEADERS, Server, metric, open_service, post, served_service
-from tests.support.serving import KEY, ServerProcess, server_process
+from tests.support.serving import KEY, server_process
 
 NAME, ROWS, QUEUE, TOKENS = "tiny", 4, 30, 3000
 HELLO = [user("hello")]
@@ -34,9 +34,8 @@ LONGEST = TOKENS * 20
 class Served(Server):
     """A server, and the same model in this process."""
 
-    def __init__(self, process: ServerProcess, url: str, model_folder: Path) -> None:
+    def __init__(self, url: str, model_folder: Path) -> None:
         super().__init__(url, name=NAME)
-        self.process = process
         self.engine, self.tokenizer = load_engine(ServeConfig(path=str(model_folder)))
 
     def prompt(self, text: str) -> list[int]:
@@ -52,8 +51,8 @@ class Served(Server):
 @pytest.fixture(scope="module")
 def served(model_folder: Path) -> Iterator[Served]:
     line = f"{model_folder} --model_name {NAME} --max_batch_rows {ROWS} --max_queue {QUEUE}"
-    with server_process(f"{line} --max_sequence_tokens {TOKENS}") as (process, url):
-        yield Served(process, url, model_folder)
+    with server_process(f"{line} --max_sequence_tokens {TOKENS}") as (_, url):
+        yield Served(url, model_folder)
 
 
 def test_chat_completions_are_those_of_the_engine(served: Served) -> None:
@@ -410,12 +409,12 @@ def test_any_bytes_are_answered_without_a_traceback(served: Served) -> None:
     assert served.metric("rows_running") == 0 and httpx2.get(f"{served.url}/health").status_code == 200
 
 
-def test_sigterm_lets_running_requests_finish(served: Served) -> None:
-    """Last: it ends the server."""
-    stream = served.complete(stream=True, seed=1, max_tokens=400, extra_body={"min_tokens": 400})
-    ids = list(next(iter(stream)).choices[0].token_ids)
-    served.process.send_signal(signal.SIGTERM)
-    for chunk in stream:
-        ids += [token for choice in chunk.choices for token in choice.token_ids]
-    assert len(ids) == 400
-    assert served.process.wait(timeout=60) == 0
+def test_sigterm_lets_running_requests_finish(model_folder: Path) -> None:
+    with server_process(f"{model_folder} --model_name {NAME} --max_sequence_tokens {TOKENS}") as (process, url):
+        stream = Server(url, name=NAME).complete(stream=True, max_tokens=400, extra_body={"min_tokens": 400})
+        ids = list(next(iter(stream)).choices[0].token_ids)
+        process.send_signal(signal.SIGTERM)
+        for chunk in stream:
+            ids += [token for choice in chunk.choices for token in choice.token_ids]
+        assert len(ids) == 400
+        assert process.wait(timeout=60) == 0

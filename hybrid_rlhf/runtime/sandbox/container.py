@@ -30,6 +30,21 @@ START_SECONDS = 30.0
 BASH = ("bash", "--norc", "--noprofile")
 STAY = (*BASH, "-c", "trap '' HUP INT QUIT TERM ALRM USR1 USR2; echo ready; while read -r _; do :; done")
 """Process 1: waits for the end of its input, which the run holds open. Bash reaps orphans meanwhile."""
+_KILL = """
+kill -KILL -1 2>/dev/null
+left() {
+  for folder in /proc/[0-9]*; do
+    case ${folder#/proc/} in 1 | $$) continue ;; esac
+    while read -r key state _; do
+      case $key$state in State:[!XZ]*) return 0 ;; esac
+    done <"$folder/status"
+  done
+  return 1
+} 2>/dev/null
+while left; do :; done
+"""
+"""kill(2) ends all at once, without itself and process 1, so that none can start others meanwhile. One may still be in
+a system call, such as the one that empties a file: waits until none is left. Forks nothing, as there may be no room."""
 _starter = ThreadPoolExecutor(1, thread_name_prefix="containers")
 """A process may end with the thread that started it (PR_SET_PDEATHSIG): this one stays."""
 
@@ -209,8 +224,7 @@ class Container:
         Raises:
             ContainerEnded: if the container has ended.
         """
-        # kill(2) ends them at once, without itself and process 1, so that none can start others meanwhile.
-        words = [*self._enter, "sh", "-c", "kill -KILL -1 2>/dev/null; exit 0"]
+        words = [*self._enter, "sh", "-c", _KILL]
         result = self._run(words, b"", timeout_seconds=START_SECONDS, output_bytes=BLOCK_BYTES)
         if self._shell is not None:
             _end(self._shell)

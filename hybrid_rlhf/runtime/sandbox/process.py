@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import PIPE, Popen  # nosec B404
+from subprocess import Popen  # nosec B404
 from typing import IO, Protocol, cast
 
 from hybrid_rlhf.runtime.observability.logs import shortened
@@ -121,17 +121,34 @@ def run_process(
         after: called after the process group is killed.
     """
     until = time.monotonic() + timeout_seconds
-    with Popen(  # a list of arguments, no shell  # nosec B603
-        command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=dict(env), cwd=folder, start_new_session=True, bufsize=0
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        if owner is not None:
-            for stream in (process.stdin, process.stdout, process.stderr):
-                os.fchown(stream.fileno(), owner, owner)
+    with contextlib.ExitStack() as stack:
+        (its_stdin, source), (output, its_stdout), (errors, its_stderr) = pipes = [os.pipe() for _ in range(3)]
+        written = stack.enter_context(open(source, "wb", buffering=0))
         # The last line of standard error says why a program failed.
-        kept = {process.stdout: _Kept(output_bytes, last=False), process.stderr: _Kept(output_bytes, last=True)}
+        kept: dict[IO[bytes], _Kept] = {
+            stack.enter_context(open(end, "rb", buffering=0)): _Kept(output_bytes, last=end == errors)
+            for end in (output, errors)
+        }
         try:
-            _exchange(process, stdin, kept, until)
+            if owner is not None:  # before the program starts, which may open one at once
+                for end, _ in pipes:
+                    os.fchown(end, owner, owner)
+            process = stack.enter_context(
+                Popen(  # a list of arguments, no shell  # nosec B603
+                    command,
+                    stdin=its_stdin,
+                    stdout=its_stdout,
+                    stderr=its_stderr,
+                    env=dict(env),
+                    cwd=folder,
+                    start_new_session=True,
+                )
+            )
+        finally:
+            for end in (its_stdin, its_stdout, its_stderr):
+                os.close(end)
+        try:
+            _exchange(process, written, stdin, kept, until)
             timed_out = not has_ended(process, until)
         finally:
             # The leader is not yet reaped, so its number is still that of the group.
@@ -152,20 +169,21 @@ def run_process(
     )
 
 
-def _exchange(process: Popen[bytes], stdin: bytes, kept: Mapping[IO[bytes], _Kept], until: float) -> None:
+def _exchange(
+    process: Popen[bytes], written: IO[bytes], stdin: bytes, kept: Mapping[IO[bytes], _Kept], until: float
+) -> None:
     """Write the standard input and read the output until both are complete, the process has ended, or the time is
     over."""
-    assert process.stdin is not None
-    os.set_blocking(process.stdin.fileno(), False)
+    os.set_blocking(written.fileno(), False)
     left = memoryview(stdin)
     with selectors.DefaultSelector() as selector:
         for stream in kept:
             selector.register(stream, selectors.EVENT_READ)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
+        selector.register(written, selectors.EVENT_WRITE)
         while selector.get_map() and time.monotonic() < until:
             for key, _ in selector.select(POLL_SECONDS):
                 source = cast(IO[bytes], key.fileobj)
-                if source is process.stdin:
+                if source is written:
                     left = _written(source, left)
                     is_complete = not left
                 else:
