@@ -51,6 +51,8 @@ from tests.support.errors import refused
         (PreferenceStepConfig, {"algorithm": "sigmoid"}, "got sigmoid: give dpo"),
         (RLConfig, {"algorithm": "gae"}, "got gae: give ppo"),
         (RLConfig, {"algorithm": "gpro"}, "got gpro: the nearest is grpo"),
+        (RLConfig, {"algorithm": "maxrl"}, "got maxrl: give grpo, and algorithm.divide_by_mean true"),
+        (PreferenceStepConfig, {"algorithm": "dppo"}, "got dppo: the nearest is dpo"),
         (RLConfig, {"algorithm": "sarsa"}, "got sarsa: give one of them"),
         (SFTConfig, {"model": "m"}, "model must be a mapping of keys, got m: set model.path or another of its keys"),
         (SFTConfig, {"model": {"path:m": None}}, "--model.path:m: write a space after model.path:"),
