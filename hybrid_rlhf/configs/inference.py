@@ -307,7 +307,7 @@ class EvaluateConfig(InferenceConfig):
     )
     measure: Literal["auto", "perplexity", "accuracy", "win_rate", "pass_rate"] = "auto"
     """perplexity: assistant tokens in conversations; accuracy: reward model on preference pairs; win_rate: against
-    another model, by a judge; pass_rate: pass@k and mean@k of a verified reward. auto: inferred from the other keys,
+    another model, by a judge; pass_rate: pass@k and avg@n of a verified reward. auto: inferred from the other keys,
     else accuracy for a reward model and perplexity for other models."""
     data: list[str] = []
     """Rows with the columns of the corresponding step: files, folders or hub names."""

@@ -21,12 +21,13 @@ class BatchPlan:
     def describe(self) -> str:
         """The plan in one line."""
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        batch = f"{self.global_batch_size} row{'s' * (self.global_batch_size > 1)}"
         rows = self.micro_batches.rows
         if rows is None:
             limit = f"up to {self.micro_batches.tokens} tokens"
         else:
             limit = f"{rows} row{'s' * (rows > 1)}"
-        return f"batch plan: {self.global_batch_size} rows per update over {ranks}, micro-batches of {limit}"
+        return f"batch plan: {batch} per update over {ranks}, micro-batches of {limit}"
 
 
 def plan_batch(*, global_batch_size: int, ranks: int, micro_batches: MicroBatches) -> BatchPlan:

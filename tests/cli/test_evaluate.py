@@ -195,7 +195,7 @@ def test_pass_rates_are_those_of_the_rewards(
     given = [row["rewards"] for row in found["rows"]]
     assert [len(row) for row in given] == [4] * 6 and 0 < sum(map(sum, given)) < 24
     of_two = [np.mean([max(pair) for pair in combinations(row, 2)]) for row in given]
-    for name, expected in (("pass@2", of_two), ("pass@1", given), ("mean@4", given)):
+    for name, expected in (("pass@2", of_two), ("pass@1", given), ("avg@4", given)):
         assert found["results"][name]["value"] == pytest.approx(np.mean(expected))
     tokenizer = tiny_tokenizer()
     sampled = GenerationEngine.from_pretrained(str(model_folder), dtype=torch.float32).generate(

@@ -147,6 +147,17 @@ def ported(
     return flat(content, ""), capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("loss", "setting"), [("dppo_tv", ("grpo", "probability")), ("geo_mean", ("gmpo", None))])
+def test_a_loss_of_verl_is_an_algorithm_or_a_clip(
+    loss: str, setting: tuple[str, str | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DPPO's is no algorithm here; it was left out."""
+    mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"
+    line = f"python3 -m verl.trainer.main_ppo data.train_files=a.parquet algorithm.adv_estimator=grpo {mode}"
+    settings, said = ported("verl", "a.sh", line, tmp_path, capsys)
+    assert (settings["algorithm.name"], settings.get("algorithm.clip_of")) == setting and "loss_mode" not in said
+
+
 def test_a_script_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings, said = ported("verl", "run.sh", VERL, tmp_path, capsys)
     columns = {"ground_truth": "reward_model.ground_truth"}

@@ -68,7 +68,10 @@ def test_a_file_of_comments_changes_nothing(tmp_path: Path) -> None:
 def test_a_mistake_is_one_line_without_its_secrets(cli: CommandLine) -> None:
     """Which line answers which mistake: tests/fuzz."""
     error = cli.refused("sft --model.path 'a\nb' 'https://me:pass@host/?key=abc'")
-    assert error == "error: options start with --, got 'https://***@host/?key=***': write --KEY VALUE, see --help\n"
+    assert error == (
+        "error: options start with --, got 'https://***@host/?key=***': write --KEY VALUE, and a list as '[A, B]', see "
+        "--help\n"
+    )
 
 
 def test_steps_are_sorted() -> None:

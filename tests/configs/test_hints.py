@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hybrid_rlhf.configs.inference import GenerateConfig
 from hybrid_rlhf.configs.parsing.building import build_config, read_words
 from hybrid_rlhf.configs.parsing.schema import Layer
 from hybrid_rlhf.configs.pipeline import PipelineConfig
@@ -33,6 +34,8 @@ from tests.support.errors import refused
             {"adapters": "runs.yaml"},
             "--adapters: adapters on one base train through `hybrid-rlhf train-server`",
         ),
+        (GenerateConfig, {"temperature": 1.0}, "unknown option --temperature: give sampling.temperature"),
+        (GenerateConfig, {"num_generations": 4}, "unknown option --num_generations: give sampling.n"),
         (PreferenceStepConfig, {"rpo_alpha": 1.0}, "--rpo_alpha: give algorithm.sft_coef"),
         (PreferenceStepConfig, {"label_smoothing": 0.1, "algorithm": "cdpo"}, "give algorithm.label_smoothing"),
         (SFTConfig, {"lora": {"modules_to_save": []}}, "--lora.modules_to_save: adapters train linear layers only"),
@@ -48,6 +51,8 @@ from tests.support.errors import refused
         (PreferenceStepConfig, {"algorithm": "sigmoid"}, "got sigmoid: give dpo"),
         (RLConfig, {"algorithm": "gae"}, "got gae: give ppo"),
         (RLConfig, {"algorithm": "gpro"}, "got gpro: the nearest is grpo"),
+        (RLConfig, {"algorithm": "maxrl"}, "got maxrl: give grpo, and algorithm.divide_by_mean true"),
+        (PreferenceStepConfig, {"algorithm": "dppo"}, "got dppo: the nearest is dpo"),
         (RLConfig, {"algorithm": "sarsa"}, "got sarsa: give one of them"),
         (SFTConfig, {"model": "m"}, "model must be a mapping of keys, got m: set model.path or another of its keys"),
         (SFTConfig, {"model": {"path:m": None}}, "--model.path:m: write a space after model.path:"),

@@ -114,12 +114,14 @@ def test_data_that_a_later_step_lacks_is_refused_before_the_first_step(
     started: list[Any], refused: Refused, cli: CommandLine, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.jsonl").write_text("{\n")
+    write_lines(tmp_path / "chats.jsonl", [{"messages": [user("x"), assistant("x")]}] * 200)
     for line, rule in (
         (
             f"{BASE} --rl.data.sources nosuch.jsonl",
             "step rl: a data source must be a file, a folder or a hub name, nosuch.jsonl does not exist",
         ),
         (f"{BASE} --rl.data.sources bad.jsonl", "step rl: bad.jsonl:1: a line must be JSON"),
+        ("--base_model BASE --data.sources chats.jsonl", "step reward: chats.jsonl:1: a row must have"),
         ("--base_model BASE", "step sft: data.sources must have at least one file"),
         (f"{BASE} --rl.ptx.coef 1 --rl.ptx.sources no.jsonl", "step rl: a data source must be"),
     ):

@@ -72,6 +72,8 @@ def test_unknown_folders_and_splits_are_rejected(tmp_path: Path) -> None:
     write_sources(tmp_path)
     with user_error(r"split_name .* got 'test': set it to one of \['both', 'train'\]"):
         open_source(DataSource(path=str(tmp_path / "dict"), split_name="test"))
+    with user_error("a.jsonl,b.jsonl does not exist: write several as a list"):
+        open_source(f"{tmp_path}/a.jsonl,b.jsonl")
     (tmp_path / "empty").mkdir()
     with user_error("must have .* files or be written by save_to_disk, .*empty has none"):
         open_source(str(tmp_path / "empty"))

@@ -134,7 +134,7 @@ LINES = {
             "--path m --input x --output y --sampling.temperature .inf",
             "sampling.temperature ... finite number ... got inf",
         ),
-        ("--device tpu", "device ... one of auto, cpu, cuda ... got tpu ... one of them"),
+        ("--device tpu", "device ... one of auto, cpu, cuda ... got tpu ... the nearest is cpu"),
     ],
 }
 

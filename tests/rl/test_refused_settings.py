@@ -205,6 +205,9 @@ REFUSED_AT_THE_START = {
     '--algorithm grpo --reward.components {"judge":{"url":"http://127.0.0.1:9/v1","rubric":"none.md"}}': (
         "rubric must be a text or name a file, none.md does not exist: check the path"
     ),
+    '--algorithm grpo --teacher.per_source {"a":"MODEL"}': (
+        "unless teacher.path has the others, got a row without it: name the column by teacher.source_column"
+    ),
     "--reward.components MODEL": NO_HEAD.format("MODEL"),
     "--algorithm grpo --reward.components OTHER": NO_HEAD.format("OTHER"),
 }

@@ -334,6 +334,18 @@ def _verl_kl(port: Port, given: Given) -> None:
 
 
 @_conversion
+def _verl_loss(port: Port, given: Given) -> None:
+    (loss,) = given.values()
+    algorithms = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
+    if loss in algorithms:
+        port.set("algorithm.name", algorithms[loss])
+    elif loss == "dppo_tv":
+        port.set("algorithm.clip_of", "probability")
+    elif loss != "vanilla":
+        port.remark(f"set algorithm.name; known are vanilla, dppo_tv, {', '.join(algorithms)}")
+
+
+@_conversion
 def _trl_loss(port: Port, given: Given) -> None:
     loss = str(given["loss_type"])
     normal = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "fixed", "luspo": "sequence_sum"}

@@ -59,18 +59,23 @@ def check_steps(steps: Mapping[str, Any], log: Path) -> None:
 
 
 def check_sources(steps: Mapping[str, Any]) -> None:
-    """Check that the first row of each local source can be read.
+    """Check that the first row of each local source can be read, and has the columns of its step.
 
     Raises:
-        UserError: if a source does not exist, or is not of its type.
+        UserError: if a source does not exist, is not of its type, or its first row is one of another step.
     """
-    from hybrid_rlhf.data.rows.sources import peek
+    from hybrid_rlhf.data.rows.formats import FORMS, form_of, unreadable_row_error
+    from hybrid_rlhf.data.rows.sources import open_source, peek
 
     for name, step in steps.items():
         ptx = getattr(step, "ptx", None)
-        sources: list[str | DataSource] = [*step.data.sources, *step.data.eval_sources, *(ptx.sources if ptx else ())]
         with _named(name):
-            for source in sources:
+            for source in [*step.data.sources, *step.data.eval_sources]:
+                if peek(source) is not None:
+                    location, row = next(iter(open_source(source)))
+                    if form_of(name, row) is None:
+                        raise unreadable_row_error(location, row, [" + ".join(form) for form in FORMS[name]])
+            for source in ptx.sources if ptx else ():
                 peek(source)
 
 

@@ -124,7 +124,8 @@ def read_words(
             continue
         if not word.startswith("--"):
             ported = advice(word.partition("=")[0], [*resolve(config_type, []).all_keys(off=True)])
-            raise UserError(f"options start with --, got {word!r}: {ported or 'write --KEY VALUE, see --help'}")
+            fix = "write --KEY VALUE, and a list as '[A, B]', see --help"
+            raise UserError(f"options start with --, got {word!r}: {ported or fix}")
         hints = find_hints(config_type, name)
         if not hints and name not in ("config", "local_rank"):
             raise unknown_key(name, Layer({}), resolve(config_type, []))

@@ -85,8 +85,9 @@ def _row(entry: Mapping[str, Any]) -> Row:
 
 
 def expand(key: str, known: Sequence[str]) -> list[str]:
-    """The keys of a config that a key of a row stands for."""
-    return [key] if key in known else [longer for longer in known if longer.endswith(f".{key}")]
+    """The keys of a config that a key of a row stands for; commands that only sample have them without `rollout`."""
+    exact = [name for name in (key, key.removeprefix("rollout.")) if name in known]
+    return exact[:1] or [longer for longer in known if longer.endswith(f".{key}")]
 
 
 def is_option(name: str) -> bool:

@@ -248,11 +248,11 @@ def _variant(
     usual = next(iter(variants))
     chosen = str(names[-1][1]) if names else usual
     if chosen not in variants:
-        ported = value_advice(f"{key}.name", chosen, variants)
-        raise UserError(
-            f"{names[-1][0].place}{key} must be one of {', '.join(variants)}, got {chosen}: "
-            f"{f'give {ported}' if ported else nearest_hint(chosen, variants, otherwise='give one of them')}"
-        )
+        fix = getattr(variants[usual], "papers", {}).get(chosen)
+        if fix is None and (ported := value_advice(f"{key}.name", chosen, variants)):
+            fix = f"give {ported}"
+        fix = fix or nearest_hint(chosen, variants, otherwise="give one of them")
+        raise UserError(f"{names[-1][0].place}{key} must be one of {', '.join(variants)}, got {chosen}: {fix}")
     selected = []
     for layer, value in normal:
         if isinstance(value, Mapping):

@@ -180,6 +180,12 @@ class EntropyConfig(Settings):
 class AlgorithmConfig(Settings):
     """Settings of all RL algorithms."""
 
+    papers = {
+        "dppo": "give ppo or grpo, and algorithm.clip_of probability",
+        "luspo": "give gspo, and algorithm.loss_normalization sequence_sum",
+        "maxrl": "give grpo, and algorithm.divide_by_mean true",
+    }
+    """Advice for the names of papers that are a setting of other algorithms."""
     needs_critic = False
     """True if it trains a critic."""
     needs_reference = False

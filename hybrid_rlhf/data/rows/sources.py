@@ -128,6 +128,8 @@ def _is_local(source: DataSource, path: Path) -> bool:
 
 def _files(source: DataSource, path: Path) -> list[Path]:
     """The files of a local source, sorted by name."""
+    if "," in source.path and not os.path.exists(path):
+        raise UserError(f"{_SOURCE_RULE}, {source.path} does not exist: write several as a list, '[A, B]'")
     if os.path.isdir(path):
         return _folder_files(source, path)
     if glob.has_magic(source.path) and not os.path.exists(path):
@@ -301,7 +303,7 @@ def _pick_split(source: DataSource, loaded: datasets.Dataset | datasets.DatasetD
 
 def found_columns(row: Row) -> str:
     """The columns of a row, for an error message."""
-    return ", ".join(sorted(row)) or "none"
+    return ", ".join(sorted(row)) or "none with a value"
 
 
 def missing_columns_error(location: str, row: Row, wanted: Sequence[str]) -> UserError:

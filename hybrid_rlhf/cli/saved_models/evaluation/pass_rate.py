@@ -1,4 +1,4 @@
-"""pass@k and mean@n of a verified reward on completions of prompts."""
+"""pass@k and avg@n of a verified reward on completions of prompts."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
         f"Verified reward {config.reward}",
         {
             **{f"pass@{k}": wilson([pass_at_k(count, right, k) for right in passed]) for k in sorted(set(config.k))},
-            f"mean@{count}": wilson([right / count for right in passed]),
-            "mean reward": bootstrap([sum(s) for s in by_prompt], [count] * len(prompts), seed=config.seed),
+            f"avg@{count}": bootstrap([sum(s) for s in by_prompt], [count] * len(prompts), seed=config.seed),
             "prompts": len(prompts),
             "completions": len(scores),
         },
