@@ -140,9 +140,10 @@ def encode_completion(
     tokenizer: PreTrainedTokenizerBase,
     *,
     tools: Tools | None = None,
+    images: RowImages | None = None,
 ) -> EncodedSequence:
     """The last of `completion_rows`, which has the whole conversation."""
-    return completion_rows(prompt, completion, tokenizer, tools=tools)[-1]
+    return completion_rows(prompt, completion, tokenizer, tools=tools, images=images)[-1]
 
 
 def completion_rows(
