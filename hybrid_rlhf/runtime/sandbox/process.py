@@ -133,17 +133,16 @@ def run_process(
             if owner is not None:  # before the program starts, which may open one at once
                 for end, _ in pipes:
                     os.fchown(end, owner, owner)
-            process = stack.enter_context(
-                Popen(  # a list of arguments, no shell  # nosec B603
-                    command,
-                    stdin=its_stdin,
-                    stdout=its_stdout,
-                    stderr=its_stderr,
-                    env=dict(env),
-                    cwd=folder,
-                    start_new_session=True,
-                )
+            process = Popen(  # a list of arguments, no shell  # nosec B603
+                command,
+                stdin=its_stdin,
+                stdout=its_stdout,
+                stderr=its_stderr,
+                env=dict(env),
+                cwd=folder,
+                start_new_session=True,
             )
+            stack.enter_context(process)
         finally:
             for end in (its_stdin, its_stdout, its_stderr):
                 os.close(end)

@@ -25,8 +25,8 @@ class TensorBoardSink(MetricsSink):
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
+        _print_no_errors_of_tensorboard()  # before its thread starts
         self._events = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.resumed_step + 1)
-        _print_no_errors_of_tensorboard()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write each metric as a scalar event."""
