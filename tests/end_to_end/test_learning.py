@@ -48,7 +48,7 @@ def test_every_variant_of_the_benchmark_is_a_config(task: str, tmp_path: Path) -
         adapters=False,
         algorithms=[*RL_ALGORITHMS],
         samplers=[],
-        teacher=False,
+        teacher=None,
         dtypes=False,
         curriculum=False,
         demo=tmp_path,
