@@ -33,6 +33,7 @@ from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.observability.token_records import TokenRecords
 from tests.support.errors import user_error
 from tests.support.faults import Point, run_step
+from tests.support.judges import judge_of, judge_server
 from tests.support.marks import faults, slow
 from tests.support.servers import json_server
 from tests.support.steps import MODULES, run_outputs, words, write_lines
@@ -379,6 +380,27 @@ def test_an_endpoint_gets_the_parts_of_openai() -> None:
     for part, expected in zip(first["content"][::2], pictures, strict=True):
         content = base64.b64decode(part["image_url"]["url"].partition("base64,")[2])
         assert Image.open(io.BytesIO(content)).tobytes() == expected.tobytes()
+
+
+def test_a_judge_sees_the_images_of_the_prompt() -> None:
+    """In their places in its text, one case for each picture, and none of an environment."""
+    pictures = [picture(1), picture(2), picture(3)]
+    images = [read_reference(png(image), "image", folder=None, max_pixels=2**20) for image in pictures]
+    prompt = [{"role": "user", "content": "<image>is<image>"}]
+    texts = CompletionTexts(
+        [prompt] * 3, ["a <image>"] * 3, {}, [images, [images[1], images[0]], [images[0], images[1], images[0]]]
+    )
+    with judge_server(lambda asked: [3 + (asked.images[0] == pictures[0].tobytes())]) as server:
+        judge = judge_of(server)
+        assert judge.score(texts, [0, 1, 2]).values == [
+            pytest.approx(1 / 3),
+            pytest.approx(2 / 9),
+            pytest.approx(1 / 3),
+        ]
+        assert len(server.asked) == 2, "a verdict is kept by texts and pictures"
+    asked = max(server.asked, key=lambda one: one.images[0] == pictures[0].tobytes())
+    assert asked.images == [image.tobytes() for image in pictures[:2]]
+    assert asked.marked == {"conversation": "user: [image]is[image]", "answer_1": "a <image>"}
 
 
 def unnamed(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:

@@ -24,6 +24,7 @@ from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.rl.images import png_uri
 from hybrid_rlhf.rl.mini_batches import MiniBatchPlanner
 from hybrid_rlhf.rl.rewards import ComponentScores, Reward, RewardBatch, build_reward
 from hybrid_rlhf.rl.rewards.judge import JudgeReward
@@ -200,7 +201,7 @@ def test_an_explanation_comes_before_the_verdict() -> None:
     for reply in ('{"answer_1": 10}', '{"explanation": 3, "answer_1": 10}'):
         with pytest.raises(Unusable, match="must end with explanation and answer_1 in JSON"):
             question(True).read(reply)
-    properties = json.loads(question(True).body("m"))["response_format"]["json_schema"]["schema"]["properties"]
+    properties = json.loads(question(True).body("m", png_uri))["response_format"]["json_schema"]["schema"]["properties"]
     assert [*properties] == ["explanation", "answer_1"], "a model writes keys in this order"
 
 
@@ -238,7 +239,7 @@ def test_a_completion_ends_no_turn() -> None:
         added = [token.content for token in tokenizer.added_tokens_decoder.values()]
         answer = " ".join(f"{token}system {token}" for token in added)
         (asked,) = Question.of("Short is good.", [user("Why?")], [answer], JudgeConfig(url="http://h/v1"))
-        (message,) = json.loads(asked.body("m"))["messages"]
+        (message,) = json.loads(asked.body("m", png_uri))["messages"]
         assert message["content"].replace("\u200b", "").count(answer) == 1, "what it reads is the answer"
         ids = tokenizer(message["content"], add_special_tokens=False)["input_ids"]
         assert not {*ids} & {*tokenizer.convert_tokens_to_ids(added)}, name
@@ -343,7 +344,7 @@ def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, caplog
         judge_of(server, api_key_env="JUDGE_KEY")
 
 
-def test_a_judge_that_does_not_answer_or_reads_no_images_is_refused_at_the_start() -> None:
+def test_a_judge_that_does_not_answer_is_refused_at_the_start() -> None:
     config = RewardComponentConfig(judge={"url": "http://127.0.0.1:9/v1", "retries": 0})
     unused: Any = None
     parts = {"load_tokenizer": unused, "build_engine": unused, "build_judge": unused}
@@ -353,8 +354,9 @@ def test_a_judge_that_does_not_answer_or_reads_no_images_is_refused_at_the_start
     with user_error("reward component judge must answer, http://127.0.0.1:9/v1 cannot be reached .*: check its url"):
         build()
     config = RewardComponentConfig(judge={"url": "http://127.0.0.1:9/v1", "served_name": "x"})
-    build()
-    with user_error("reward component judge is a judge, which reads text, the rows have images"):
+    build(has_images=True)
+    config = RewardComponentConfig(judge={"path": "any"})
+    with user_error("reward component judge is a judge with path, which reads text, the rows have images"):
         build(has_images=True)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from PIL import Image
 
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.rl.rewards.components import CompletionTexts
@@ -26,9 +29,17 @@ class Asked:
 
     @property
     def text(self) -> str:
-        """The only message."""
+        """The only message, with [image] for each picture."""
         (message,) = self.body["messages"]
-        return str(message["content"])
+        content = message["content"]
+        return content if isinstance(content, str) else "".join(part.get("text", "[image]") for part in content)
+
+    @property
+    def images(self) -> list[bytes]:
+        """The pixels of its pictures."""
+        (message,) = self.body["messages"]
+        uris = [part["image_url"]["url"] for part in message["content"] if "image_url" in part]
+        return [Image.open(io.BytesIO(base64.b64decode(uri.partition("base64,")[2]))).tobytes() for uri in uris]
 
     @property
     def tag(self) -> str:

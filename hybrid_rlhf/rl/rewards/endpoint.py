@@ -7,7 +7,6 @@ OpenRLHF (0.11.2, utils/agent.py) get {"query": [...], "prompts": [...], "labels
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
 from collections.abc import Callable
@@ -16,10 +15,8 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.sections.rewards import Protocol, RewardComponentConfig
-from hybrid_rlhf.data.images.reading import png
-from hybrid_rlhf.data.images.references import ImageReference
 from hybrid_rlhf.models.pretrained.folders import first_line
-from hybrid_rlhf.rl.images import with_parts
+from hybrid_rlhf.rl.images import png_uri, with_parts
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.foreign import openrlhf_arguments
 from hybrid_rlhf.rl.rewards.replicas import Endpoint, Rejected, Show, Unusable
@@ -93,14 +90,10 @@ def _request(texts: CompletionTexts, protocol: Protocol) -> dict[str, object]:
     if protocol == "scores":
         prompts = texts.prompts
         if texts.images is not None:
-            uri = functools.cache(_png_uri)
+            uri = functools.cache(png_uri)
             prompts = [
                 with_parts(prompt, map(uri, images)) for prompt, images in zip(prompts, texts.images, strict=True)
             ]
         return {"prompts": prompts, "completions": texts.completions, "columns": texts.columns}
     given = openrlhf_arguments(texts.prompts, texts.completions, texts.columns)
     return {"query": given.pop("queries"), **given}
-
-
-def _png_uri(image: ImageReference) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png(image.image())).decode()}"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from itertools import combinations, permutations
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,10 +25,11 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.judge import JudgeConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.rl.images import png_uri
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.local_model import LocalModel
 from hybrid_rlhf.rl.rewards.questions import Question
-from hybrid_rlhf.rl.rewards.replicas import Endpoint, Show, Unusable
+from hybrid_rlhf.rl.rewards.replicas import Body, Endpoint, Show, Unusable
 from hybrid_rlhf.runtime.background import BackgroundCall
 from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile
 from hybrid_rlhf.runtime.files.reading import read_text
@@ -42,6 +44,7 @@ class JudgeReward(RewardComponent):
     """Scores of a judge in [0, 1]. Verdicts are kept by the content of their requests, also over a resume."""
 
     reads_groups = True
+    reads_images = True
     counts = True
 
     def __init__(
@@ -124,7 +127,7 @@ class JudgeReward(RewardComponent):
         self, questions: Iterable[Question]
     ) -> tuple[dict[Question, list[float]], dict[Question, str], Counter[str]]:
         """Numbers of the answers of questions, or the reason why there are none, and counts."""
-        bodies = {question: question.body(self.model) for question in questions}
+        bodies = {question: question.body(self.model, attrgetter("digest")) for question in questions}
         digests = {question: sha256(body.encode()).hexdigest() for question, body in bodies.items()}
         left = [question for question, digest in digests.items() if digest not in self._known]
         counts = Counter(requests=len(left), cached=len(bodies) - len(left))
@@ -141,7 +144,10 @@ class JudgeReward(RewardComponent):
                 raise Unusable(f"got {show(content)} as verdict, {error}") from None
 
         most = 0.0 if self.on_failure == "stop" else self.max_failure_fraction * len(bodies)
-        sent = {question: bodies[question] for question in left}
+        sent: dict[Question, Body] = {
+            question: partial(question.body, self.model, png_uri) if question.images else bodies[question]
+            for question in left
+        }
         failures = self._endpoint.send(sent, read, path="/chat/completions", most_failures=most)
         numbers = {question: self._known[digests[question]] for question in bodies if question not in failures}
         if self._file is not None:
@@ -175,7 +181,8 @@ class JudgeReward(RewardComponent):
             compared = [[text, against] for text in distinct if text != against]
         else:
             compared = combinations(distinct, 2 if judge.mode == "pairwise" else max(len(distinct), 2))
-        asked = (Question.of(rubric, texts.prompts[rows[0]], answers, judge) for answers in compared)
+        images = [] if texts.images is None else texts.images[rows[0]]
+        asked = (Question.of(rubric, texts.prompts[rows[0]], answers, judge, images) for answers in compared)
         return others, [question for orders in asked for question in orders]
 
     def _first_model(self) -> str:

@@ -20,7 +20,7 @@ from hybrid_rlhf.data.chat.reasoning import text_decoder
 from hybrid_rlhf.data.chat.template import render, token_ids
 from hybrid_rlhf.generation.batching.grammar import require_grammars
 from hybrid_rlhf.generation.engine import GenerationEngine
-from hybrid_rlhf.rl.rewards.replicas import Show, Unusable
+from hybrid_rlhf.rl.rewards.replicas import Body, Show, Unusable
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.serving.packages import require_packages
 
@@ -44,7 +44,7 @@ class LocalModel:
 
     def send(
         self,
-        bodies: Mapping[K, str | None],
+        bodies: Mapping[K, Body],
         read: Callable[[K, Any, Show], None],
         *,
         path: str = "",
@@ -57,7 +57,7 @@ class LocalModel:
         failures: dict[K, str] = {}
         asked: dict[K, tuple[list[int], SamplingParams]] = {}
         for key, body in bodies.items():
-            assert body is not None, "a judge sends questions"
+            assert isinstance(body, str), "a judge sends questions, here without images"
             try:
                 asked[key] = self._prompt(engine, body)
             except UserError as error:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
 from hybrid_rlhf.configs.sections.judge import JudgeConfig
 from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.images.expansion import IMAGE_MARK, WRITTEN
+from hybrid_rlhf.data.images.references import ImageReference
+from hybrid_rlhf.rl.images import with_parts
 from hybrid_rlhf.rl.rewards.replicas import Unusable
 
 _SCORE = "Judge an answer to a conversation with a number from {low} (worst) to {high} (best)."
@@ -48,17 +51,27 @@ class Question:
     answers: tuple[str, ...]
     """In the order in which the judge sees them."""
     config: JudgeConfig = field(compare=False)
+    images: tuple[ImageReference, ...] = ()
+    """Each at a mark in the conversation."""
 
     @classmethod
     def of(
-        cls, rubric: str, prompt: Sequence[Message], answers: Sequence[str], config: JudgeConfig
+        cls,
+        rubric: str,
+        prompt: Sequence[Message],
+        answers: Sequence[str],
+        config: JudgeConfig,
+        images: Sequence[ImageReference] = (),
     ) -> Iterator[Question]:
-        """Questions about answers: in an order that depends on the texts alone, and in its reverse."""
+        """Questions about answers: in an order that depends on the texts alone, and in its reverse. Of the images,
+        which begin with those of the prompt, the judge sees these."""
         conversation = "\n\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in prompt)
+        images = tuple(images[: conversation.count(WRITTEN)])
+        conversation = conversation.replace(WRITTEN, IMAGE_MARK, len(images))
         order = [*answers]
         random.Random(json.dumps([conversation, *answers])).shuffle(order)  # nosec B311
         for each in [order, order[::-1]] if config.both_orders and len(order) > 1 else [order]:
-            yield cls(rubric, conversation, tuple(each), config)
+            yield cls(rubric, conversation, tuple(each), config, images)
 
     @property
     def _bounds(self) -> tuple[int, int]:
@@ -77,8 +90,8 @@ class Question:
         explanation = {_EXPLANATION: {"type": "string", "maxLength": 1000}} if self.config.explain else {}
         return explanation | dict.fromkeys(self._names, {"type": "integer", "minimum": low, "maximum": high})
 
-    def body(self, model: str) -> str:
-        """The request to a model, in ASCII."""
+    def body(self, model: str, uri: Callable[[ImageReference], str]) -> str:
+        """The request to a model, in ASCII; `uri` returns what stands for an image."""
         low, high = self._bounds
         tag = sha256(json.dumps([self.rubric, self.conversation, *self.answers]).encode()).hexdigest()[:16]
         texts = {"conversation": self.conversation, **dict(zip(self._names, self.answers, strict=True))}
@@ -96,7 +109,7 @@ class Question:
             form=json.dumps(dict.fromkeys(properties, "...")),
         )
         form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
-        messages = [{"role": "user", "content": text}]
+        messages = with_parts([{"role": "user", "content": text}], map(uri, self.images), mark=IMAGE_MARK)
         return json.dumps({**self.config.request, "model": model, "messages": messages, "response_format": form})
 
     def read(self, reply: str) -> list[float]:

@@ -287,9 +287,9 @@ def build_reward(
         for component in components:
             if component.model is None:
                 require(
-                    not (has_images and component.judge),
-                    f"reward component {component.label} is a judge, which reads text, the rows have images: use a "
-                    "reward model, function or endpoint, or remove the images",
+                    not (has_images and component.judge_path),
+                    f"reward component {component.label} is a judge with path, which reads text, the rows have images: "
+                    "serve its model and give the url, or remove the images",
                 )
                 require(
                     not (has_images and component.protocol == "openrlhf" and component.urls),
