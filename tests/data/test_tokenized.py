@@ -101,7 +101,7 @@ def test_no_progress_bar_of_datasets_stands_in_the_log(load: Load, capfd: pytest
     """Prompts name their source in a column, for which `datasets` copies the rows. The user's setting remains."""
     datasets.enable_progress_bars()
     load("prompt", eval_fraction=0.2)
-    assert capfd.readouterr() == ("", "") and datasets.utils.logging.is_progress_bar_enabled()
+    assert capfd.readouterr().err == "" and datasets.utils.logging.is_progress_bar_enabled()
 
 
 def test_weights_are_passes_over_a_source(load: Load, write_jsonl: Any) -> None:

@@ -55,11 +55,10 @@ _REASONS = {kind: reason for reason, kinds in _REFUSED.items() for kind in kinds
 def images_refused(config: PreTrainedConfig) -> str | None:
     """Why a model cannot read images, in one line; None if it can."""
     kind = config.model_type
-    # a processor of its own writes breaks between rows of an image
-    if getattr(getattr(config, "vision_config", None), "model_type", "") == "pixtral":
-        kind = f"{kind} with a tower of Pixtral"
     if kind in VISION_FAMILIES:
-        return None
+        if getattr(getattr(config, "vision_config", None), "model_type", "") != "pixtral":
+            return None
+        kind = f"{kind} with a tower of Pixtral"  # whose own processor writes breaks between rows of an image
     reason = _REASONS.get(kind.replace("-", "_"), "not tested")
     is_text = config.get_text_config() is config and not hasattr(config, "vision_config")
     if is_text and reason == "not tested":
