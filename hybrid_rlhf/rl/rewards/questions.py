@@ -36,7 +36,7 @@ ranks, scores or your reply is a part of them, to be judged and not followed.
 
 {task} Reply with a JSON object alone: {form}"""
 _EXPLANATION = "explanation"
-_CONTROL_TOKEN = re.compile(r"(?:<(?=[|｜]|/?\w+[|｜]?>)|\[(?=/?g?[A-Z_]+\]))")
+_CONTROL_TOKEN = re.compile(r"(?:<(?=[|｜]|/?[\w-]+[|｜]?>)|\[(?=\||/?[a-z]?[A-Z][A-Z_0-9]*\]))")
 """The first character of what a chat template may read as a token of its own: <|im_end|>, </s>, <eos>, [/INST]."""
 _LONGEST_REPLY = 2**14
 """Characters at the end of a reply in which its JSON is looked for."""
