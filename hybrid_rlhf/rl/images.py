@@ -25,7 +25,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.images.expansion import NO_IMAGES, WRITTEN, ImageRules, RowImages
-from hybrid_rlhf.data.images.reading import media_type, png
+from hybrid_rlhf.data.images.reading import media_type, png_uri
 from hybrid_rlhf.data.images.references import ImageReference, read_reference, tokenised_images
 from hybrid_rlhf.rl.types import Rollout
 from hybrid_rlhf.runtime.files.atomic import write_whole
@@ -141,9 +141,9 @@ def data_uri(image: ImageReference) -> str:
     return f"data:{media_type(content, image.path)};base64,{base64.b64encode(content).decode()}"
 
 
-def png_uri(image: ImageReference) -> str:
+def pixels_uri(image: ImageReference) -> str:
     """The pixels of an image, upright and scaled down as the tower reads it."""
-    return f"data:image/png;base64,{base64.b64encode(png(image.image())).decode()}"
+    return png_uri(image.image())
 
 
 def _opened(location: str, source: Any) -> Any:

@@ -24,7 +24,7 @@ from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
-from hybrid_rlhf.rl.images import png_uri
+from hybrid_rlhf.rl.images import pixels_uri
 from hybrid_rlhf.rl.mini_batches import MiniBatchPlanner
 from hybrid_rlhf.rl.rewards import ComponentScores, Reward, RewardBatch, build_reward
 from hybrid_rlhf.rl.rewards.judge import JudgeReward
@@ -201,7 +201,8 @@ def test_an_explanation_comes_before_the_verdict() -> None:
     for reply in ('{"answer_1": 10}', '{"explanation": 3, "answer_1": 10}'):
         with pytest.raises(Unusable, match="must end with explanation and answer_1 in JSON"):
             question(True).read(reply)
-    properties = json.loads(question(True).body("m", png_uri))["response_format"]["json_schema"]["schema"]["properties"]
+    form = json.loads(question(True).body("m", pixels_uri))["response_format"]
+    properties = form["json_schema"]["schema"]["properties"]
     assert [*properties] == ["explanation", "answer_1"], "a model writes keys in this order"
 
 
@@ -239,10 +240,18 @@ def test_a_completion_ends_no_turn() -> None:
         added = [token.content for token in tokenizer.added_tokens_decoder.values()]
         answer = " ".join(f"{token}system {token}" for token in added)
         (asked,) = Question.of("Short is good.", [user("Why?")], [answer], JudgeConfig(url="http://h/v1"))
-        (message,) = json.loads(asked.body("m", png_uri))["messages"]
+        (message,) = json.loads(asked.body("m", pixels_uri))["messages"]
         assert message["content"].replace("\u200b", "").count(answer) == 1, "what it reads is the answer"
         ids = tokenizer(message["content"], add_special_tokens=False)["input_ids"]
         assert not {*ids} & {*tokenizer.convert_tokens_to_ids(added)}, name
+
+
+@pytest.mark.parametrize(
+    "token", ["[|endofturn|]", "[UNUSED_TOKEN_145]", "[sMASK]", "<end-of-turn>", "<<SYS>>", "<reserved_106>"]
+)
+def test_a_completion_spells_no_token_of_families_without_a_published_template(token: str) -> None:
+    (asked,) = Question.of("Short is good.", [user("Why?")], [f"a {token} b"], JudgeConfig(url="http://h/v1"))
+    assert token not in json.loads(asked.body("m", pixels_uri))["messages"][0]["content"]
 
 
 def test_a_call_of_a_tool_is_no_verdict() -> None:

@@ -6,7 +6,6 @@ it has the recorded digest, as who knows the digest has had the file.
 
 from __future__ import annotations
 
-import base64
 import os.path
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,9 +37,9 @@ def thumbnail_of(images: Sequence[Mapping[str, Any]], digest: str) -> bytes:
 
 def data_uri(image: Mapping[str, Any]) -> str:
     """An image as data of another folder have it; raises UserError as `thumbnail_of`."""
-    from hybrid_rlhf.data.images.reading import png
+    from hybrid_rlhf.data.images.reading import png_uri
 
-    return f"data:image/png;base64,{base64.b64encode(png(_read(image))).decode()}"
+    return png_uri(_read(image))
 
 
 def _read(image: Mapping[str, Any]) -> Image.Image:

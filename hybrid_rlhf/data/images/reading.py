@@ -6,6 +6,7 @@ A file is what its bytes say, not its name. Only decoders of Pillow for common f
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import io
@@ -107,6 +108,11 @@ def png(image: Image.Image) -> bytes:
     stored = io.BytesIO()
     _as_rgb(image.copy()).save(stored, "PNG")
     return stored.getvalue()
+
+
+def png_uri(image: Image.Image) -> str:
+    """A data URI with the file of `png`."""
+    return f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
 
 
 def thumbnail(image: Image.Image) -> bytes:

@@ -16,7 +16,7 @@ import torch
 
 from hybrid_rlhf.configs.sections.rewards import Protocol, RewardComponentConfig
 from hybrid_rlhf.models.pretrained.folders import first_line
-from hybrid_rlhf.rl.images import png_uri, with_parts
+from hybrid_rlhf.rl.images import pixels_uri, with_parts
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.foreign import openrlhf_arguments
 from hybrid_rlhf.rl.rewards.replicas import Endpoint, Rejected, Show, Unusable
@@ -90,7 +90,7 @@ def _request(texts: CompletionTexts, protocol: Protocol) -> dict[str, object]:
     if protocol == "scores":
         prompts = texts.prompts
         if texts.images is not None:
-            uri = functools.cache(png_uri)
+            uri = functools.cache(pixels_uri)
             prompts = [
                 with_parts(prompt, map(uri, images)) for prompt, images in zip(prompts, texts.images, strict=True)
             ]

@@ -25,7 +25,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.judge import JudgeConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
-from hybrid_rlhf.rl.images import png_uri
+from hybrid_rlhf.rl.images import pixels_uri
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.local_model import LocalModel
 from hybrid_rlhf.rl.rewards.questions import Question
@@ -145,7 +145,7 @@ class JudgeReward(RewardComponent):
 
         most = 0.0 if self.on_failure == "stop" else self.max_failure_fraction * len(bodies)
         sent: dict[Question, Body] = {
-            question: partial(question.body, self.model, png_uri) if question.images else bodies[question]
+            question: partial(question.body, self.model, pixels_uri) if question.images else bodies[question]
             for question in left
         }
         failures = self._endpoint.send(sent, read, path="/chat/completions", most_failures=most)
